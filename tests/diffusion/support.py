@@ -32,6 +32,7 @@ MODELS: dict[str, Model] = {
     "tiny": random_model(7, "llada", VOCAB, hidden=64, layers=1),
 }
 EOS = {"llada": 12, "dream": 30, "tiny": 12}
+EOT = {"llada": 22, "dream": 7, "tiny": 22}
 TABLE = DiffusionTable(batches=(8,), positions=(32,), responses=(16,), blocks=(16,), buckets=(12,))
 PLAIN = Saliency(tau=0.99, full_steps=2, every=3, first_layer=False, keep_changed=False, keep_prompt=False, boundary=False)
 """Published settings."""
@@ -48,7 +49,8 @@ BACKENDS = [
 
 def build(family: str, kernels: Any = "auto", table: DiffusionTable = TABLE, **settings: Any) -> DiffusionModel:
     with tempfile.TemporaryDirectory() as folder:
-        return load(write_model(Path(folder), MODELS[family], MASK, EOS[family]), kernels=kernels, table=table, **settings)
+        written = write_model(Path(folder), MODELS[family], MASK, EOS[family], eot_token_id=EOT[family])
+        return load(written, kernels=kernels, table=table, **settings)
 
 
 def asking(**changes: Any) -> Denoising:
@@ -83,7 +85,15 @@ def request_of(denoising: Denoising, family: str) -> Request:
         threshold=denoising.threshold,
         suffix_window=denoising.suffix_window,
         eos=() if denoising.ignore_eos else (EOS[family],),
+        forbid=(EOS[family],) if denoising.logits_eos_inf else (),
+        unranked=unranked(denoising, family) if denoising.confidence_eos_eot_inf else (),
+        first_alone=denoising.first_alone,
     )
+
+
+def unranked(denoising: Denoising, family: str) -> tuple[int, ...]:
+    """Tokens that the published `confidence_eos_eot_inf` ranks last."""
+    return (EOT[family],) if denoising.temperature else (EOT[family], EOS[family])
 
 
 def mode_of(denoising: Denoising) -> Mode:
@@ -91,12 +101,12 @@ def mode_of(denoising: Denoising) -> Mode:
     if denoising.mode == "dense":
         return Dense
     if denoising.mode != "sparse":
-        return CachedMode(denoising.mode)
+        return CachedMode(denoising.mode, not denoising.first_alone)
     return SparseMode(
         saliency.tau,
         saliency.full_steps,
         saliency.every,
-        saliency.full_steps,
+        max(saliency.full_steps, saliency.whole_until),
         saliency.first_layer,
         saliency.keep_prompt,
         saliency.keep_changed,

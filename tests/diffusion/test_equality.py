@@ -72,6 +72,43 @@ def test_every_mode_equals_the_reference(made: tuple[DiffusionModel, str], rules
     compare_all(session, family)
 
 
+SWITCHES: dict[str, list[dict[str, Any]]] = {
+    "llada": [
+        {"logits_eos_inf": True, "temperature": 1.5, "seed": 47, "ignore_eos": False},
+        {"confidence_eos_eot_inf": True, "steps": 6},
+        {"confidence_eos_eot_inf": True, "temperature": 1.5, "threshold": 0.3, "mode": "prefix"},
+        {"confidence_eos_eot_inf": True, "logits_eos_inf": True, "mode": "dual", "temperature": 0.8},
+        {"confidence_eos_eot_inf": True, "mode": "sparse", "saliency": REPAIRED, "top_p": 0.7},
+        {"mode": "sparse", "saliency": replace(PLAIN, whole_until=4)},
+        {"mode": "sparse", "saliency": replace(PLAIN, full_steps=1, every=4, whole_until=4), "threshold": 0.3},
+        {},
+    ],
+    "dream": [
+        {"first_alone": True, "mode": "prefix", "remasking": "maskgit_plus", "threshold": 0.3},
+        {"first_alone": True, "mode": "dual", "remasking": "maskgit_plus", "threshold": 0.3},
+        {"first_alone": True, "mode": "prefix", "remasking": "entropy", "steps": 9},
+        {"first_alone": True, "mode": "dual", "remasking": "entropy"},
+        {"first_alone": True, "mode": "dual", "remasking": "maskgit_plus", "threshold": 0.4, "temperature": 0.8},
+        {"first_alone": True, "mode": "prefix", "steps": 6, "logits_eos_inf": True},
+        {"mode": "sparse", "saliency": replace(PLAIN, full_steps=1, every=4, whole_until=4), "remasking": "entropy"},
+        {"mode": "dual", "remasking": "maskgit_plus", "threshold": 0.3},
+    ],
+}
+
+
+def test_published_switches_equal_the_reference(made: tuple[DiffusionModel, str]):
+    """Which `test_published_diffusion_numpy.py` holds against the published loops."""
+    model, family = made
+    requests = [asking(**switch) for switch in SWITCHES[family]]
+    session = together(model, prompts_for(requests), requests)
+    found = compare_all(session, family)
+    plain: list[dict[str, Any]] = [{"logits_eos_inf": False, "confidence_eos_eot_inf": False}, {"first_alone": False}]
+    others = [replace(each, **plain[family == "dream"]) for each in requests]
+    without = together(model, session.prompts[: len(others)], others)
+    differ = sum(each.want.tokens != compare(without, row, family).want.tokens for row, each in enumerate(found))
+    assert differ >= 2
+
+
 LONG = DiffusionTable(batches=(8,), positions=(256,), responses=(200,), buckets=(64,))
 
 

@@ -27,9 +27,13 @@ best probabilities (topk_margin), `sum p log(p + 1e-10)` (entropy).
   `int(masks left * (1 - s/t))` over `linspace(1, eps, steps + 1)` in float64, all at the last step. Both count one block with
   its `steps / blocks` steps. DyLLM's `length / steps` is "even" where that divides.
 - "origin" has no quota: a candidate is committed where its uniform number is below `1 - s/t`, all at the last step.
+- With `first_alone`, block step 0 commits the block's first position, whatever the rule. "even" shares the rest over the other
+  steps; "timesteps" goes on with the time of block step 1.
 - By threshold: the one with the best score, and all whose chosen token has a *probability* at or above it, whichever score
   ranks (an entropy score is negative, no threshold on it could fire). Steps and quotas don't count then. random and origin
   have no confidence and take no threshold.
+
+Probabilities are those without the tokens in `unranked`, which then have none.
 
 A block ends once it has no mask, even if it has steps left; a step with quota 0 before that runs and counts.
 
@@ -40,8 +44,8 @@ too, stays in `tokens` as it is and is not part of `output`.
 **Fast-dLLM.** Block step 0 computes all rows, commits by the rule, and keeps K and V of every layer and position, which stem
 from the tokens before its commit. Later steps compute the rows from the block's start to the end of the sequence ("prefix") or
 of the block ("dual"). They see their own fresh K and V, and the kept ones of all other positions. For Dream `shift_boundary`
-adds the row before the block, its K and V fresh too. (The published loop for Dream instead commits the block's first position,
-alone, at block step 0, and so never needs it.)
+adds the row before the block, its K and V fresh too. The published loop for Dream instead commits the block's first position,
+alone, at block step 0, and so never needs it: `first_alone` with `shift_boundary` off.
 
 **Suffix.** With `suffix_window` a forward gets the tokens up to so many positions behind the block, and knows no others; what
 the next block shows more of is in no cache, so DyLLM's first step of a block is full.
@@ -262,6 +266,8 @@ class Request:
     eos: Collection[int] = ()
     suffix_window: int | None = None
     forbid: Collection[int] = ()
+    unranked: Collection[int] = ()
+    first_alone: bool = False
 
     def __post_init__(self) -> None:
         if min(self.gen_length, self.block_length, self.steps) < 1:
@@ -292,8 +298,9 @@ class Request:
         """Returns the number of the block's remaining `masks` that a step commits by quota."""
         if self.quotas == "timesteps":
             return int(masks * self.share(block_step))
-        base, remainder = divmod(self.block_length, self.block_steps)
-        return base + (block_step < remainder)
+        alone = int(self.first_alone)
+        base, remainder = divmod(self.block_length - alone, self.block_steps - alone)
+        return base + (block_step - alone < remainder)
 
 
 def nucleus(logits: Array, top_p: float) -> Array:
@@ -320,7 +327,9 @@ def choose(logits: Array, request: Request, step: int, position: int, noise: Noi
     logits[[request.mask, *request.forbid]] = -np.inf
     warped = nucleus(logits / (request.temperature or 1.0), request.top_p)
     noisy = warped + (noise(step, position, len(logits)) if request.temperature > 0 and noise else 0)
-    p = softmax(logits if request.remasking in LLADA_RULES else warped)
+    ranked_by = (logits if request.remasking in LLADA_RULES else warped).copy()
+    ranked_by[[*request.unranked]] = -np.inf
+    p = softmax(ranked_by)
     token = int(np.argmax(noisy))
     best = np.sort(p)[::-1]
     score = float(p[token])
@@ -336,6 +345,8 @@ def choose(logits: Array, request: Request, step: int, position: int, noise: Noi
 
 def commits(choices: Sequence[Choice], request: Request, block_step: int) -> list[int]:
     """The indices of the candidates that a step commits, in order of position."""
+    if request.first_alone and block_step == 0:
+        return [0]
     if request.remasking == "origin":
         return [i for i, choice in enumerate(choices) if choice.score < request.share(block_step)]
     ranked = sorted(range(len(choices)), key=lambda i: (-choices[i].score, i))
@@ -375,6 +386,8 @@ class Step:
         score = np.array([choice.score for choice in self.choices])
         probability = np.array([choice.probability for choice in self.choices])
         gaps = [choice.gap for choice in self.choices]
+        if request.first_alone and self.block_step == 0:
+            return gaps[0]
         if request.remasking == "origin":
             gaps.append(float(np.abs(score - request.share(self.block_step)).min()))
         elif request.threshold is not None:

@@ -96,6 +96,8 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"remasking": "entropy", "steps": 12}, {"remasking": "entropy", "steps": 12, "threshold": None}),
     ({"temperature": 0.9, "top_p": 0.8, "seed": 3}, {"temperature": 0.9, "top_p": 0.8, "seed": 3}),
     ({"ignore_eos": True, "max_tokens": 24}, {"ignore_eos": True, "new_tokens": 24}),
+    ({"mode": "dual", "first_alone": True}, {"mode": "dual", "first_alone": True}),
+    ({"logits_eos_inf": True}, {"logits_eos_inf": True}),
 ]
 
 
@@ -272,6 +274,12 @@ MANY = "is not supported for a diffusion model, which commits several tokens at 
         ({"steps": 0}, "steps", "greater than or equal to 1, found 0"),
         ({"steps": 2.5}, "steps", "found 2.5"),
         ({"suffix_window": -1}, "suffix_window", "greater than or equal to 0, found -1"),
+        ({"first_alone": True}, None, "expected the mode prefix or dual with first_alone, found sparse"),
+        (
+            {"confidence_eos_eot_inf": True},
+            None,
+            "expected no confidence_eos_eot_inf, since the model names no end-of-turn token",
+        ),
         ({"block_length": 0}, "block_length", "greater than or equal to 1, found 0"),
         ({"max_tokens": 10, "steps": 10}, None, "expected steps that are a multiple of the 3 blocks, found 10"),
         ({"steps": 7}, None, "expected steps that are a multiple of the 3 blocks, found 7"),
@@ -331,6 +339,7 @@ def test_a_bad_field_of_one_route_is_named(http: httpx2.Client, route: str, fiel
         {"mode": "dense"},
         {"remasking": "random"},
         {"tau": 0.9},
+        {"logits_eos_inf": True},
     ],
     ids=str,
 )

@@ -120,6 +120,9 @@ def test_the_description_of_a_diffusion_model_has_the_fields_of_its_steps(denois
             "mode",
             "remasking",
             "tau",
+            "first_alone",
+            "logits_eos_inf",
+            "confidence_eos_eot_inf",
         }
         assert own["properties"]["mode"]["anyOf"][0]["enum"] == ["dense", "prefix", "dual", "sparse"]
         assert own["properties"]["threshold"]["anyOf"][0] == {"type": "number", "exclusiveMinimum": 0, "maximum": 1}

@@ -173,6 +173,12 @@ class MaskedDenoising:
             raise ValueError(f"expected a mode among {', '.join(self.options.modes)}, found {denoising.mode}")
         if denoising.guidance and not self.programs.kinds.guided:
             raise ValueError(f"expected no guidance, since this engine has no programs for it, found {denoising.guidance}")
+        if denoising.logits_eos_inf and not self.config.eos_token_ids:
+            raise ValueError("expected no logits_eos_inf, since the model names no end-of-sequence token")
+        if denoising.confidence_eos_eot_inf and self.config.eot_token_id is None:
+            raise ValueError("expected no confidence_eos_eot_inf, since the model names no end-of-turn token")
+        if denoising.first_alone and not self.config.shifted:
+            raise ValueError("expected no first_alone, since the model's logits predict their own positions")
         self.programs.shape([len(request.prompt)], [denoising])
         if request.logprobs is not None and not self.programs.kinds.logprobs:
             raise ValueError("expected no logprobs, since the compiled steps report none")

@@ -91,11 +91,12 @@ def plan(state: DiffusionState, shifted: bool) -> StepPlan:
     # A new block makes positions visible that no cache has yet.
     shows_more = (jnp.asarray(options.suffix_window) < FAR) & (state.block_step == 0)
     mode = [jnp.asarray(options.mode) == n for n in range(len(MODES))]
-    back = jnp.where(jnp.asarray(options.boundary) | ~mode[MODES.index("sparse")], 1, 0) if shifted else 0
     sparse = mode[MODES.index("sparse")]
+    boundary = jnp.where(sparse, options.boundary, ~jnp.asarray(options.first_alone))
+    back = boundary.astype(jnp.int32) if shifted else 0
     cached = mode[MODES.index("prefix")] | mode[MODES.index("dual")]
     full = (number <= options.full_steps) | shows_more
-    narrow = sparse & ~full & (number % options.every != 0)
+    narrow = sparse & ~full & (number > options.whole_until) & (number % options.every != 0)
     within = cached & (state.block_step > 0)
     response = jnp.maximum(state.start - back, 0)
     first = jnp.where(narrow, response, jnp.where(within, jnp.maximum(state.block_start - back, 0), 0))

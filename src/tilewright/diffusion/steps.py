@@ -193,10 +193,19 @@ def choices(
     def choose_at(positions: Int[Array, "B K"], masked: Bool[Array, "B K"]) -> tuple[Choices, Logprobs | None]:
         logits = logits_of(positions)
         options = state.options
-        found = choose(logits, options.rule, options.sampling, positions, state.step, denoiser.config.mask_token_id)
+        config = denoiser.config
+        tokens = jnp.arange(logits.shape[-1])
+        is_eos = jnp.isin(tokens, jnp.asarray(config.eos_token_ids, jnp.int32))
+        logits = jnp.where(jnp.asarray(options.logits_eos_inf)[:, None, None] & is_eos, -jnp.inf, logits)
+        unranked = None
+        if config.eot_token_id is not None:
+            greedy = jnp.asarray(options.sampling.temperature)[:, None] == 0
+            ends = (tokens == config.eot_token_id) | (greedy & is_eos)
+            unranked = jnp.asarray(options.confidence_eos_eot_inf)[:, None] & ends
+        found = choose(logits, options.rule, options.sampling, positions, state.step, config.mask_token_id, unranked)
         if not denoiser.logprobs:
             return found, None
-        is_mask = jnp.arange(logits.shape[-1]) == denoiser.config.mask_token_id
+        is_mask = jnp.arange(logits.shape[-1]) == config.mask_token_id
         asking = masked & jnp.asarray(state.wants_logprobs)[:, None]
         return found, logprobs_of(jnp.where(is_mask, -jnp.inf, logits), found.token, asking)
 

@@ -20,6 +20,20 @@ from tilewright.server.structured import ResponseFormat
 
 NOT_FOR_DIFFUSION = "is not supported for a diffusion model"
 COMMITS_MANY = f"{NOT_FOR_DIFFUSION}, which commits several tokens at once"
+OPTIONS = (
+    "block_length",
+    "suffix_window",
+    "mode",
+    "remasking",
+    "first_alone",
+    "logits_eos_inf",
+    "confidence_eos_eot_inf",
+    "temperature",
+    "top_p",
+    "seed",
+    "ignore_eos",
+)
+"""Fields that are options of `Denoising`, with the same names."""
 
 
 class PlainTextFormat(ResponseFormat):
@@ -46,6 +60,9 @@ class DenoisingBody(GenerationBody):
         mode: "dense" recomputes all positions in each step; "prefix", "dual" and "sparse" cache parts of the sequence.
         remasking: rule that selects the tokens to commit in a step.
         tau: saliency threshold of the mode "sparse".
+        first_alone: commit the first position of a block alone in its first step, as Fast-dLLM does for Dream.
+        logits_eos_inf: never choose an end-of-sequence token.
+        confidence_eos_eot_inf: rank positions as if ends had no probability; with a temperature, ends of the turn alone.
         top_k: not supported for a diffusion model.
         min_p: not supported for a diffusion model.
         repetition_penalty: not supported for a diffusion model.
@@ -68,6 +85,9 @@ class DenoisingBody(GenerationBody):
     mode: Mode | None = None
     remasking: Remasking | None = None
     tau: Annotated[float, Field(gt=0, le=ALWAYS)] | None = None
+    first_alone: bool | None = None
+    logits_eos_inf: bool | None = None
+    confidence_eos_eot_inf: bool | None = None
 
     top_k: Annotated[Annotated[int, Field(ge=-1, le=0), WHOLE] | None, only(0)] = None
     min_p: Annotated[Annotated[float, Field(ge=0, le=0)] | None, only(0)] = None
@@ -138,11 +158,7 @@ def parse_denoising(body: DenoisingBody, defaults: Denoising, new_tokens: int) -
     Raises:
         ValueError: the options are inconsistent.
     """
-    options: dict[str, Any] = {
-        name: value
-        for name in ("block_length", "suffix_window", "mode", "remasking", "temperature", "top_p", "seed", "ignore_eos")
-        if (value := getattr(body, name)) is not None
-    }
+    options: dict[str, Any] = {name: value for name in OPTIONS if (value := getattr(body, name)) is not None}
     if body.steps is not None or body.threshold is not None:  # either replaces both defaults
         options |= {"steps": body.steps, "threshold": body.threshold}
     if body.tau is not None:
