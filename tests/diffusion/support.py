@@ -88,6 +88,12 @@ def request_of(denoising: Denoising, family: str) -> Request:
         forbid=(EOS[family],) if denoising.logits_eos_inf else (),
         unranked=unranked(denoising, family) if denoising.confidence_eos_eot_inf else (),
         first_alone=denoising.first_alone,
+        top_k=denoising.top_k,
+        min_p=denoising.min_p,
+        penalties=(denoising.repetition_penalty, denoising.presence_penalty, denoising.frequency_penalty),
+        biases=dict(denoising.logit_bias),
+        min_tokens=denoising.min_tokens,
+        ends=(EOS[family], *denoising.stop_token_ids),
     )
 
 
@@ -138,21 +144,29 @@ def wanted(family: str, prompt: Sequence[int], denoising: Denoising) -> Generati
     )
 
 
-def nucleus_margin(step: Step, request: Request) -> float:
-    """Returns the smallest distance of a cumulative probability from the edge of the nucleus."""
-    if request.top_p >= 1:
-        return float("inf")
+def filter_margin(step: Step, request: Request) -> float:
+    """Returns the smallest distance of a token from the edge of a filter."""
     logits = step.logits.copy()
-    logits[:, MASK] = -np.inf
-    p = softmax(logits / (request.temperature or 1.0))
-    before = np.array([[row[row > p_token].sum() for p_token in row] for row in p])
-    return float(np.abs(before - request.top_p).min())
+    logits[:, [MASK, *request.forbid]] = -np.inf
+    logits /= request.temperature or 1.0
+    gaps = [np.inf]
+    if request.top_k:
+        ranked = np.sort(logits, axis=1)[:, ::-1]
+        gaps.append(float(np.min(ranked[:, request.top_k - 1] - ranked[:, request.top_k])))
+        logits = np.where(logits >= ranked[:, request.top_k - 1 : request.top_k], logits, -np.inf)
+    if request.top_p < 1:
+        p = softmax(logits)
+        before = np.array([[row[row > p_token].sum() for p_token in row] for row in p])
+        gaps.append(float(np.abs(before - request.top_p).min()))
+    if request.min_p:
+        gaps.append(float(np.abs(logits - logits.max(axis=1, keepdims=True) - np.log(request.min_p)).min()))
+    return min(gaps)
 
 
 def decided(step: Step, denoising: Denoising, request: Request) -> bool:
     """Returns True if rounding cannot change the committed and the salient positions of the step."""
     cosines = [np.abs(layer.cosine - denoising.saliency.tau).min() for layer in step.layers]
-    enough = min(step.margin(request), nucleus_margin(step, request)) > MARGIN
+    enough = min(step.margin(request), filter_margin(step, request)) > MARGIN
     return enough and min(cosines, default=1.0) > COSINE_MARGIN
 
 

@@ -14,8 +14,12 @@ Classifier-free guidance runs a second stream, with caches of its own, in which 
 `un + (scale + 1) (cond - un)`. The mask token, and those in `forbid`, get logit -inf before anything else: nothing commits a
 mask (the published loops let it happen).
 
+Biases and penalties change logits next, as in `sampling_numpy.py`: the history of a position are the prompt and the tokens
+before it that were committed before the step. The first `min_tokens` positions get no end.
+
 **Tokens.** A choice is the argmax of `logits / T + Gumbel noise`, at T = 0 of the logits; the lowest token id among equals.
-top_p keeps a token if the strictly more likely ones hold less than top_p in `softmax(logits / T)`; equals stay together.
+top_k keeps so many, top_p a token if the strictly more likely ones hold less than top_p in the softmax of what top_k keeps,
+min_p one with this share of the best one's probability; equals stay together.
 Probabilities are those of the plain softmax for LLaDA's rules (low_confidence, random), whatever T and top_p, which its loop
 doesn't have; for Dream's they are those of the distribution after T and top_p, after top_p at T = 0 too.
 
@@ -71,13 +75,14 @@ the next layer's k and v. The switches, all off in the published code:
 - shift_boundary: as above. Without it the first response position takes the logits of its own row in response-only steps.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from reference.diffusion_model_numpy import Array, Caches, Layer, Model, Rows, attend, dense, softmax
+from reference.sampling_numpy import adjusted, penalised
 
 Noise = Callable[[int, int, int], Array]
 """Gumbel noise `[V]` of (step, position, V)."""
@@ -268,6 +273,12 @@ class Request:
     forbid: Collection[int] = ()
     unranked: Collection[int] = ()
     first_alone: bool = False
+    top_k: int = 0
+    min_p: float = 0.0
+    penalties: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    biases: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    ends: Collection[int] = ()
 
     def __post_init__(self) -> None:
         if min(self.gen_length, self.block_length, self.steps) < 1:
@@ -311,6 +322,23 @@ def nucleus(logits: Array, top_p: float) -> Array:
     return np.where([p[p > own].sum() < top_p for own in p], logits, -np.inf)
 
 
+def filtered(logits: Array, request: Request) -> Array:
+    """-inf for each token of `[V]` that top_k, then top_p, then min_p leave out."""
+    if request.top_k:
+        logits = np.where(logits >= np.sort(logits)[::-1][min(request.top_k, len(logits)) - 1], logits, -np.inf)
+    kept = nucleus(logits, request.top_p)
+    return np.where(logits >= logits.max() + np.log(request.min_p), kept, -np.inf) if request.min_p else kept
+
+
+def changed_logits(logits: Array, tokens: Sequence[int], prompt_length: int, position: int, request: Request) -> Array:
+    """The logits `[V]` of a position after biases and penalties."""
+    if (request.penalties, request.biases, request.min_tokens) == ((1.0, 0.0, 0.0), {}, 0):
+        return logits
+    banned = request.ends if position - prompt_length < request.min_tokens else ()
+    before = [token for token in tokens[prompt_length:position] if token != request.mask]
+    return penalised(adjusted(logits, request.biases, banned), tokens[:prompt_length], before, *request.penalties)
+
+
 @dataclass(frozen=True)
 class Choice:
     """A candidate's token, its probability, and how it ranks; `gap` is that of the best two noisy logits."""
@@ -325,7 +353,7 @@ def choose(logits: Array, request: Request, step: int, position: int, noise: Noi
     """The choice for one candidate, from its logits `[V]`."""
     logits = logits.copy()
     logits[[request.mask, *request.forbid]] = -np.inf
-    warped = nucleus(logits / (request.temperature or 1.0), request.top_p)
+    warped = filtered(logits / (request.temperature or 1.0), request)
     noisy = warped + (noise(step, position, len(logits)) if request.temperature > 0 and noise else 0)
     ranked_by = (logits if request.remasking in LLADA_RULES else warped).copy()
     ranked_by[[*request.unranked]] = -np.inf
@@ -362,7 +390,7 @@ class Step:
     Attributes:
         kind: "full", "whole", "response", "prefix" or "dual".
         candidates: the masked positions of the block, `[c]`.
-        logits: theirs, `[c, V]`, shifted and guided, before anything is forbidden.
+        logits: theirs, `[c, V]`, shifted, guided and penalised, before anything is forbidden.
         choices: one for each candidate.
         committed: the positions that were committed.
         layers: those of a sparse step (of the stream that sees the prompt), else none.
@@ -470,6 +498,9 @@ def generate(
             call = Call(len(steps), block_step, start, stop, changed, request.suffix_window is not None and block_step == 0)
             seen = tokens if request.suffix_window is None else tokens[: stop + request.suffix_window]
             run, logits = candidate_logits(streams, seen, len(prompt), candidates, request, call)
+            logits = np.array(
+                [changed_logits(row, tokens, len(prompt), int(p), request) for p, row in zip(candidates, logits, strict=True)]
+            )
             choices = [
                 choose(row, request, call.step, int(p), noise, uniform) for p, row in zip(candidates, logits, strict=True)
             ]

@@ -97,6 +97,15 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0.9, "top_p": 0.8, "seed": 3}, {"temperature": 0.9, "top_p": 0.8, "seed": 3}),
     ({"ignore_eos": True, "max_tokens": 24}, {"ignore_eos": True, "new_tokens": 24}),
     ({"mode": "dual", "first_alone": True}, {"mode": "dual", "first_alone": True}),
+    (
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.4, "steps": 12},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.4, "steps": 12, "threshold": None},
+    ),
+    ({"logit_bias": {"5": 6, "9": -100}}, {"logit_bias": ((5, 6.0), (9, -100.0))}),
+    (
+        {"temperature": 1.2, "top_k": 4, "min_p": 0.1, "min_tokens": 9, "seed": 3},
+        {"temperature": 1.2, "top_k": 4, "min_p": 0.1, "min_tokens": 9, "seed": 3},
+    ),
     ({"logits_eos_inf": True}, {"logits_eos_inf": True}),
 ]
 
@@ -207,6 +216,17 @@ def test_stop_strings_and_echo(http: httpx2.Client, model: DiffusionModel):
     assert choice["text"] == words(PROMPTS[0]) + want.text[: want.text.index(stop)]
 
 
+def test_a_stop_token_ends_the_output(http: httpx2.Client):
+    plain = complete(http, prompt=PROMPTS[0], return_token_ids=True)["choices"][0]["token_ids"]
+    found = complete(http, prompt=PROMPTS[0], stop_token_ids=[plain[2]], return_token_ids=True)
+    (choice,) = found["choices"]
+    count = plain.index(plain[2]) + 1
+    assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"]) == ("stop", plain[2], plain[:count])
+    assert found["usage"]["completion_tokens"] == count
+    included = complete(http, prompt=PROMPTS[0], stop_token_ids=[plain[2]], include_stop_str_in_output=True)["choices"][0]
+    assert included["text"] == choice["text"] + f" t{plain[2]}"
+
+
 def test_log_probabilities_come_with_each_token(http: httpx2.Client):
     plain = complete(http, prompt=PROMPTS[0])
     told = complete(http, prompt=PROMPTS[0], logprobs=2)["choices"][0]
@@ -252,16 +272,11 @@ MANY = "is not supported for a diffusion model, which commits several tokens at 
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"top_k": 5}, "top_k", "'top_k' is not supported for a diffusion model, except 0"),
-        ({"min_p": 0.1}, "min_p", "'min_p' is not supported for a diffusion model, except 0"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "except 0"),
-        ({"frequency_penalty": -0.5}, "frequency_penalty", "except 0"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty", "except 1"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "except empty"),
-        ({"min_tokens": 3}, "min_tokens", "except 0"),
-        ({"stop_token_ids": [5]}, "stop_token_ids", "except empty"),
-        ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "except false"),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "except true"),
+        ({"top_k": -2}, "top_k", "greater than or equal to -1, found -2"),
+        ({"logit_bias": {"40": 1}}, None, "expected logit_bias of tokens below the vocabulary size 40, found 40"),
+        ({"min_tokens": 13}, None, "expected min_tokens from 0 to the length limit, 12, found 13"),
+        ({"min_tokens": 3, "max_tokens": 2}, None, "expected min_tokens from 0 to the length limit, 2, found 3"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "is not supported for a diffusion model"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", MANY),
         ({"mode": "thin"}, "mode", "'dense', 'prefix', 'dual' or 'sparse', found \"thin\""),
         ({"mode": "prefix"}, None, "expected a mode among dense, dual, sparse, found prefix"),
@@ -360,7 +375,7 @@ def test_the_other_apis_answer_too_and_refuse_the_same(http: httpx2.Client):
     events = http.post("/v1/messages", json={**said, "stream": True}).text
     assert events.rstrip().endswith('data: {"type": "message_stop"}')
     tool: dict[str, Any] = {"name": "f", "input_schema": {}}
-    for fields, param in (({"top_k": 5}, "top_k"), ({"tools": [tool]}, "tools"), ({"block_length": 8}, "block_length")):
+    for fields, param in (({"top_k": -2}, "top_k"), ({"tools": [tool]}, "tools"), ({"block_length": 8}, "block_length")):
         refused = http.post("/v1/messages", json={**said, **fields})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     schema = {"format": {"type": "json_schema", "name": "x", "schema": {}}}

@@ -118,7 +118,7 @@ class SamplingOptions:
         return Sampling(**{**(defaults or {}), **chosen, "logit_bias": tuple(map(biased_token, self.sampling.logit_bias))})
 
     def refuse_for_denoising(self) -> None:
-        """Raises a `ValueError` for options that diffusion models do not support."""
+        """Raises a `ValueError` for options that `diffuse` does not have."""
         wrong = changed_options(self, "top_k")
         if replace(self.sampling, ignore_eos=False) != SamplingSettings():
             wrong.append("--sampling with other keys than ignore_eos")

@@ -30,6 +30,7 @@ from tilewright.runtime.pace import Pace
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.request import EngineStats, Listener, RequestHandle, RequestOutput, Round, Token
 from tilewright.runtime.runner import ProgramRunner
+from tilewright.runtime.sampling import check_vocabulary
 from tilewright.runtime.scheduler import Chunk, RunningSequence, Scheduler, TokenSequence
 from tilewright.runtime.shapes import ShapeTable
 
@@ -173,6 +174,7 @@ class MaskedDenoising:
             raise ValueError(f"expected a mode among {', '.join(self.options.modes)}, found {denoising.mode}")
         if denoising.guidance and not self.programs.kinds.guided:
             raise ValueError(f"expected no guidance, since this engine has no programs for it, found {denoising.guidance}")
+        check_vocabulary(request.sampling, self.vocab_size)
         if denoising.logits_eos_inf and not self.config.eos_token_ids:
             raise ValueError("expected no logits_eos_inf, since the model names no end-of-sequence token")
         if denoising.confidence_eos_eot_inf and self.config.eot_token_id is None:
@@ -188,8 +190,9 @@ class MaskedDenoising:
 
     def sequence(self, request: DenoisingRequest, listener: Listener) -> TokenSequence:
         request = replace(request, denoising=request.denoising.seeded())
-        decoder = StreamDecoder(self.tokenizer, prompt=request.prompt)
-        processor = OutputProcessor(0, list(request.prompt), request.sampling, decoder)
+        sampling = request.sampling
+        decoder = StreamDecoder(self.tokenizer, sampling.skip_special_tokens, request.prompt)
+        processor = OutputProcessor(0, list(request.prompt), sampling, decoder)
         room = len(request.prompt) + request.denoising.new_tokens
         return TokenSequence(RequestHandle(request), listener, processor, room=room)
 

@@ -31,6 +31,22 @@ Mode = Literal["dense", "prefix", "dual", "sparse"]
 salient ones."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 
+SAMPLED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "ignore_eos",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+    "stop_token_ids",
+)
+"""Options of `Sampling` that are options of `Denoising`, with the same names."""
+
 TIME_EPSILON = 1e-3
 """End of Dream's schedule of times."""
 FAR = 2**30
@@ -104,6 +120,8 @@ class Denoising:
         first_alone: with shifted logits and a cache, the first step of a block commits the block's first position alone, and
             later steps compute nothing before the block, as in the published Fast-dLLM for Dream. By default the first step
             commits by the rule, and later steps also compute the position before the block, which predicts its first token.
+        top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, min_tokens, stop_token_ids: as in
+            `runtime.sampling.Sampling`. The history of a position are the tokens before it that were committed before the step.
     """
 
     new_tokens: int = 128
@@ -122,6 +140,14 @@ class Denoising:
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
     first_alone: bool = False
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, values in (("remasking", self.remasking, REMASKING), ("mode", self.mode, MODES)):
@@ -203,7 +229,8 @@ class Denoising:
         return replace(self, seed=Sampling(temperature=1.0).seeded().seed)
 
     def sampling(self) -> Sampling:
-        return Sampling(1, self.temperature, self.top_p, seed=self.seed)
+        same = {name: getattr(self, name) for name in SAMPLED}
+        return Sampling(max(self.new_tokens, 1), **same)
 
     def shares(self) -> np.ndarray:
         """Returns the share of the remaining masks that each step of a block unmasks (Dream), float64 `[block_steps]`."""
@@ -237,6 +264,7 @@ class RowOptions:
         quotas, shares: `[B, K]`, K being the longest block of the program.
         rule: index of `remasking` in `REMASKING`; `mode` is an index in `MODES`.
         threshold: above 1 for rows that commit a quota.
+        sampling: its prompt lengths are 0; those of the rows are in the state.
         suffix_window: `FAR` for all positions.
     """
 
@@ -263,11 +291,12 @@ class RowOptions:
     sampling: RowSampling
 
 
-def row_options(requests: Sequence[Denoising], longest: int) -> RowOptions:
+def row_options(requests: Sequence[Denoising], longest: int, eos: tuple[int, ...] = ()) -> RowOptions:
     """Gathers requests into arrays, on the host.
 
     Args:
         longest: K.
+        eos: the model's end-of-sequence tokens, for requests with `min_tokens`.
     """
 
     def each(values: Sequence[Any], dtype: Any) -> np.ndarray:
@@ -298,11 +327,11 @@ def row_options(requests: Sequence[Denoising], longest: int) -> RowOptions:
         logits_eos_inf=each([r.logits_eos_inf for r in requests], bool),
         confidence_eos_eot_inf=each([r.confidence_eos_eot_inf for r in requests], bool),
         first_alone=each([r.first_alone for r in requests], bool),
-        sampling=row_sampling([r.sampling() for r in requests], [0] * len(requests)),
+        sampling=row_sampling([r.sampling() for r in requests], [0] * len(requests), eos=eos),
     )
 
 
 @lru_cache(maxsize=256)
-def one_row(request: Denoising, longest: int) -> RowOptions:
+def one_row(request: Denoising, longest: int, eos: tuple[int, ...]) -> RowOptions:
     """Returns the row of `row_options` for a request. The dispatches of an engine share it; do not write to it."""
-    return row_options([request], longest)
+    return row_options([request], longest, eos)

@@ -442,7 +442,9 @@ class DenoisingPrograms(Store[DiffusionKey]):
         empty.running[: len(prompts)] = True
         empty.fresh[: len(prompts)] = fresh
         padded = [*requests, *[Denoising(1)] * (shape.batch - len(prompts))]
-        options = jax.tree.map(lambda *each: np.concatenate(each), *(one_row(each, shape.block) for each in padded))
+        options = jax.tree.map(
+            lambda *each: np.concatenate(each), *(one_row(each, shape.block, self.config.eos_token_ids) for each in padded)
+        )
         return empty._replace(options=options)
 
     def batch(self, shape: DiffusionShape, prompts: Sequence[Sequence[int]], requests: Sequence[Denoising]) -> DiffusionState:

@@ -21,6 +21,8 @@ from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.stack import TRACED_ONCE, Strategy
 from tilewright.runtime.logprobs import Logprobs, logprobs_of, no_logprobs
+from tilewright.runtime.per_row import PenaltyHistory, for_each, penalises, set_row, slice_row
+from tilewright.runtime.sampling import penalise
 
 STEPS_PER_DISPATCH = 64
 """The most steps of a dispatch."""
@@ -186,14 +188,14 @@ def choices(
         masked: positions that can be committed.
 
     Returns:
-        the choices, and their log-probabilities for rows that want them, from logits without the mask token's; None if no row
-        can want them.
+        the choices, and their log-probabilities for rows that want them, from logits without the mask token's, after biases and
+        penalties; None if no row can want them.
     """
 
     def choose_at(positions: Int[Array, "B K"], masked: Bool[Array, "B K"]) -> tuple[Choices, Logprobs | None]:
-        logits = logits_of(positions)
         options = state.options
         config = denoiser.config
+        logits = penalised(denoiser, state, positions, logits_of(positions))
         tokens = jnp.arange(logits.shape[-1])
         is_eos = jnp.isin(tokens, jnp.asarray(config.eos_token_ids, jnp.int32))
         logits = jnp.where(jnp.asarray(options.logits_eos_inf)[:, None, None] & is_eos, -jnp.inf, logits)
@@ -228,6 +230,28 @@ def choices(
     longest = jnp.max(jnp.where(state.done, 0, state.block_stop - state.block_start))
     found = jax.lax.fori_loop(0, -(-longest // SLOTS), part, empty)
     return jax.tree.map(lambda x: x[:, : denoiser.block], found)
+
+
+def penalised(
+    denoiser: Denoiser, state: DiffusionState, positions: Int[Array, "B K"], logits: Float[Array, "B K V"]
+) -> Float[Array, "B K V"]:
+    """Applies biases and penalties to the logits of `positions`, row by row, so that only rows with any pay for them.
+
+    The history of a position are the row's tokens before it, among which masks count as tokens that are never chosen.
+    """
+    tokens = state.tokens
+    if denoiser.guided:  # the second half has no prompts
+        tokens = jnp.tile(jnp.split(tokens, 2)[0], (2, 1))
+    rows = replace(state.options.sampling, prompt_length=state.start)
+    block = jnp.take_along_axis(tokens, positions, axis=1)
+    before = jnp.concatenate([block[:, :1], block[:, :-1]], axis=1)  # `penalise` does not read the first entry
+    history = PenaltyHistory(tokens, positions[:, 0] - 1, before)
+
+    def penalise_row(row: Array, logits: Array) -> Array:
+        changed = penalise(slice_row(row, logits), slice_row(row, rows), *slice_row(row, history))
+        return set_row(logits, changed, row)
+
+    return for_each(penalises(rows) & ~state.done, penalise_row, logits)
 
 
 def step_span(

@@ -46,9 +46,9 @@ class Denoised(Result):
     """Response to one prompt, and its denoising steps.
 
     Attributes:
-        tokens: tokens of the response, without an end-of-sequence token that ended it.
+        tokens: tokens of the response, without the token that ended it.
         acceptance_lengths: number of tokens that each step committed, including tokens behind an end.
-        finish_reason: "eos", "length", or "interrupted" while masks are left.
+        finish_reason: "eos", "stop" at one of `stop_token_ids`, "length", or "interrupted" while masks are left.
     """
 
     @property
@@ -294,13 +294,15 @@ class DenoisingStream(Stream):
         mask = config.mask_token_id
         eos = () if request.ignore_eos else config.eos_token_ids
         kept = tokens[: tokens.index(mask)] if mask in tokens else tokens
-        end = next((n for n, token in enumerate(kept) if token in eos), None)
+        end = next((n for n, token in enumerate(kept) if token in (*eos, *request.stop_token_ids)), None)
         committed = [int(each) for report in self.reports if (each := report.committed[row]) >= 0]
+        last = None if end is None else kept[end]
         kept = tokens if end is None else kept[:end]
         text = decode_after(self.engine.tokenizer, self.prompts[row], [token for token in kept if token != mask])
         unfinished = end is None and mask in tokens
-        reason: FinishReason = "interrupted" if unfinished else "length" if end is None else "eos"
-        return Denoised(text, kept, committed, reason, len(self.prompts[row]), seed=request.seed)
+        reason: FinishReason = "interrupted" if unfinished else "length" if end is None else "eos" if last in eos else "stop"
+        stopped = last if reason == "stop" else None
+        return Denoised(text, kept, committed, reason, len(self.prompts[row]), seed=request.seed, stop_reason=stopped)
 
 
 def paired(

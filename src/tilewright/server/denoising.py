@@ -14,7 +14,7 @@ from tilewright.diffusion.blocks import BlockDenoising, Strategy
 from tilewright.diffusion.options import ALWAYS, Denoising, Mode, Remasking
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.runtime.sampling import later_seed
-from tilewright.server.fields import FLAG, WHOLE, unsupported
+from tilewright.server.fields import WHOLE, unsupported
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, Length
 from tilewright.server.structured import ResponseFormat
 
@@ -30,6 +30,11 @@ OPTIONS = (
     "confidence_eos_eot_inf",
     "temperature",
     "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
     "seed",
     "ignore_eos",
 )
@@ -63,18 +68,12 @@ class DenoisingBody(GenerationBody):
         first_alone: commit the first position of a block alone in its first step, as Fast-dLLM does for Dream.
         logits_eos_inf: never choose an end-of-sequence token.
         confidence_eos_eot_inf: rank positions as if ends had no probability; with a temperature, ends of the turn alone.
-        top_k: not supported for a diffusion model.
-        min_p: not supported for a diffusion model.
-        repetition_penalty: not supported for a diffusion model.
-        presence_penalty: not supported for a diffusion model.
-        frequency_penalty: not supported for a diffusion model.
-        logit_bias: not supported for a diffusion model.
-        min_tokens: not supported for a diffusion model.
-        stop_token_ids: not supported for a diffusion model.
-        include_stop_str_in_output: not supported for a diffusion model.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt, and of committed tokens
+            before the position; 1 for none.
+        presence_penalty: subtracted from the logits of the output's committed tokens before the position.
+        frequency_penalty: the same, per occurrence.
         structured_outputs: not supported for a diffusion model.
         prompt_logprobs: not supported for a diffusion model.
-        skip_special_tokens: only true is supported for a diffusion model.
         response_format: only text is supported for a diffusion model.
     """
 
@@ -89,16 +88,6 @@ class DenoisingBody(GenerationBody):
     logits_eos_inf: bool | None = None
     confidence_eos_eot_inf: bool | None = None
 
-    top_k: Annotated[Annotated[int, Field(ge=-1, le=0), WHOLE] | None, only(0)] = None
-    min_p: Annotated[Annotated[float, Field(ge=0, le=0)] | None, only(0)] = None
-    repetition_penalty: Annotated[Annotated[float, Field(ge=1, le=1)] | None, only(1)] = None
-    presence_penalty: Annotated[Annotated[float, Field(ge=0, le=0)] | None, only(0)] = None
-    frequency_penalty: Annotated[Annotated[float, Field(ge=0, le=0)] | None, only(0)] = None
-    logit_bias: Annotated[Annotated[dict[str, Any], Field(max_length=0)] | None, only("empty")] = None  # type: ignore[assignment]
-    min_tokens: Annotated[Annotated[int, Field(ge=0, le=0), WHOLE] | None, only(0)] = None
-    stop_token_ids: Annotated[Annotated[list[Any], Field(max_length=0)] | None, only("empty")] = None  # type: ignore[assignment]
-    include_stop_str_in_output: Annotated[Literal[False] | None, FLAG, only("false")] = None  # type: ignore[assignment]
-    skip_special_tokens: Annotated[Literal[True] | None, FLAG, only("true")] = None  # type: ignore[assignment]
     structured_outputs: Annotated[None, unsupported(reason=NOT_FOR_DIFFUSION)] = None  # type: ignore[assignment]
     response_format: Annotated[PlainTextFormat | None, only('{"type": "text"}')] = None  # type: ignore[assignment]
     prompt_logprobs: Annotated[None, unsupported(reason=COMMITS_MANY)] = None  # type: ignore[assignment]
@@ -161,6 +150,12 @@ def parse_denoising(body: DenoisingBody, defaults: Denoising, new_tokens: int) -
     options: dict[str, Any] = {name: value for name in OPTIONS if (value := getattr(body, name)) is not None}
     if body.steps is not None or body.threshold is not None:  # either replaces both defaults
         options |= {"steps": body.steps, "threshold": body.threshold}
+    if body.top_k is not None:
+        options["top_k"] = max(body.top_k, 0)  # -1 means all tokens, too
+    if body.logit_bias is not None:
+        options["logit_bias"] = tuple((int(token), bias) for token, bias in body.logit_bias.items())
+    if body.stop_token_ids is not None:
+        options["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.tau is not None:
         options["saliency"] = replace(defaults.saliency, tau=body.tau)
     block = options.get("block_length", defaults.block_length)
@@ -190,5 +185,6 @@ def make_requests(
     """
     denoising = parse_denoising(body, defaults, new_tokens)
     seeds = [None if denoising.seed is None else later_seed(denoising.seed, choice) for choice in range(choices)]
-    rest = body.stops, deadline_s, new_tokens, logprobs
+    skips = body.skip_special_tokens is not False
+    rest = body.stops, deadline_s, new_tokens, logprobs, bool(body.include_stop_str_in_output), skips
     return [DenoisingRequest(prompt, replace(denoising, seed=seed), *rest) for seed in seeds]
