@@ -78,6 +78,7 @@ def check_answer(answer: dict[str, Any], text: str, want: Denoised, prompt: list
     assert text == want.text
     assert answer["choices"][0]["finish_reason"] == ("stop" if ended else "length")
     usage = {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count}
+    usage |= {"denoising_passes": want.passes, "tokens_per_pass": pytest.approx(count / want.passes)}
     assert answer["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
     told = {"steps": want.steps, "tokens_per_step": pytest.approx(count / want.steps)}
     assert answer["metrics"] == {"speculative_decoding": None, "denoising": told}
@@ -173,6 +174,7 @@ def test_a_stream_has_blocks_as_they_finish(http: httpx2.Client, model: Diffusio
         assert [token["text"].strip() for token in shown["tokens"]] == [f"t{token}" for token in want.tokens[4 * number :][:4]]
         assert (shown["choice"], shown["drafted"], shown["accepted"]) == ("4 steps", 0, 0)
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 12)
+    assert (last["usage"]["denoising_passes"], last["usage"]["tokens_per_pass"]) == (12, 1.0)
     assert last["metrics"]["denoising"] == {"steps": 12, "tokens_per_step": 1.0}
 
 
@@ -202,6 +204,8 @@ def test_each_choice_has_a_seed_of_its_own(http: httpx2.Client, model: Diffusion
     found = complete(http, **asked)
     assert [choice["text"] for choice in found["choices"]] == want
     assert len(set(want)) == 3
+    passes = sum(model.generate([PROMPTS[1]], each)[0].passes for each in requests)
+    assert found["usage"]["denoising_passes"] == passes
     assert found["metrics"] == {"speculative_decoding": None}
     drawn = complete(http, **{**asked, "seed": None, "n": 4})
     assert len({choice["text"] for choice in drawn["choices"]}) > 1, "without a seed each draws by itself"
@@ -372,7 +376,10 @@ def test_the_other_apis_answer_too_and_refuse_the_same(http: httpx2.Client):
     assert message.json()["content"][0]["text"] == text
     assert response.json()["output"][0]["content"][0]["text"] == text
     assert message.json()["metrics"]["denoising"]["steps"] == response.json()["metrics"]["denoising"]["steps"]
+    usage = [each.json()["usage"] for each in (message, response)]
+    assert len({(each["denoising_passes"], each["tokens_per_pass"]) for each in usage}) == 1
     events = http.post("/v1/messages", json={**said, "stream": True}).text
+    assert f'"denoising_passes": {usage[0]["denoising_passes"]}' in events
     assert events.rstrip().endswith('data: {"type": "message_stop"}')
     tool: dict[str, Any] = {"name": "f", "input_schema": {}}
     for fields, param in (({"top_k": -2}, "top_k"), ({"tools": [tool]}, "tools"), ({"block_length": 8}, "block_length")):

@@ -108,6 +108,8 @@ def diffuse(
         "finish_reason": "finish_reason",
         "seed": "seed",
         "committed": "committed",
+        "passes": "passes",
+        "tokens_per_pass": "tokens_per_pass",
     }
     results = {name: [getattr(result, field) for result in run.results] for name, field in names.items()}
     settings = {**vars(request), "saliency": vars(request.saliency)}

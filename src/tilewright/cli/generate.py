@@ -190,7 +190,10 @@ def generate(
             figures |= comparison(lm, tokens, sampling, notes)
             if figures["chosen"] is not None:
                 notes.print(terminal.chosen_line(figures["chosen"]), markup=False, soft_wrap=True)
-    results = {name: [getattr(each, name) for each in generation] for name in ("text", "tokens", "finish_reason", "seed")}
+    names = ["text", "tokens", "finish_reason", "seed"]
+    if sum(each.passes for each in generation):
+        names += ["passes", "tokens_per_pass"]
+    results = {name: [getattr(each, name) for each in generation] for name in names}
     write_json(outputs.json_file, {**figures, **ledger.figures(), **environment(lm), **results})
     if outputs.replay is not None and not interrupted:
         titled = [(f"prompt {n}", each) for n, each in enumerate(tokens, 1)]
@@ -242,6 +245,8 @@ def end_line(lm: LanguageModel, generation: Generation, sampling: Sequence[Sampl
     tokens = sum(len(result.tokens) for result in results)
     rounds = sum(len(result.acceptance_lengths) for result in results) if lm.drafter is not None else 0
     parts = [terminal.answer_line(tokens, generation.decode_seconds, rounds, chosen or {"choices": []})] if tokens else []
+    if passes := sum(result.passes for result in results):
+        parts.append(f"{tokens / passes:.2f} tokens per pass")
     ends = Counter(ending(result, each) for result, each in zip(results, sampling, strict=True))
     parts += [end if len(results) == 1 else f"{count} {end}" for end, count in ends.items()]
     if len(results) == 1 and results[0].seed is not None:

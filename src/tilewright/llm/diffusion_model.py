@@ -302,7 +302,8 @@ class DenoisingStream(Stream):
         unfinished = end is None and mask in tokens
         reason: FinishReason = "interrupted" if unfinished else "length" if end is None else "eos" if last in eos else "stop"
         stopped = last if reason == "stop" else None
-        return Denoised(text, kept, committed, reason, len(self.prompts[row]), seed=request.seed, stop_reason=stopped)
+        rest = (reason, len(self.prompts[row]))
+        return Denoised(text, kept, committed, *rest, seed=request.seed, stop_reason=stopped, passes=len(committed))
 
 
 def paired(
