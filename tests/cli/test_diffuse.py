@@ -298,8 +298,15 @@ def test_generate_takes_it_with_the_options_that_both_have(run: Run, folder: Pat
     ran = run("generate", PROMPT, "--model", folder, *size, "--denoising", f"{BLOCK},mode=dual", "--json", "-")
     assert ran.status == 0, ran.err
     assert (ran.json["mode"], len(ran.json["response_tokens"][0])) == ("dual", size[1])
+    assert (ran.json["passes"], ran.json["tokens_per_pass"]) == ([size[1]], [1.0])
+    drawn = ["--temperature", 0.9, "--top-k", 5, "--seed", 3, "--sampling", "ignore_eos=true,min_p=0.05,presence_penalty=0.7"]
+    ran = run("generate", PROMPT, "--model", folder, *size[:2], *drawn, "--denoising", f"{BLOCK},mode=dual", "--json", "-")
+    request = Denoising(size[1], block_length=8, mode="dual", temperature=0.9, top_k=5, seed=3, ignore_eos=True, min_p=0.05)
+    (want,) = load(folder).generate(PROMPT, replace(request, presence_penalty=0.7))
+    assert ran.json["response_tokens"] == [want.tokens]
     for options, said in (
-        (["--top-k", 5], "--top-k is for models that decode token by token; this one denoises"),
+        (["--stop", "t1"], "--stop is for models that decode token by token; this one denoises"),
+        (["--sampling", "include_stop=true"], "--sampling include_stop is for models that decode token by token"),
         (["--drafter", "ngram"], "--drafter is for models that decode token by token"),
         (["--compare"], "--compare is for models that decode token by token"),
     ):

@@ -31,6 +31,8 @@ best probabilities (topk_margin), `sum p log(p + 1e-10)` (entropy).
   `int(masks left * (1 - s/t))` over `linspace(1, eps, steps + 1)` in float64, all at the last step. Both count one block with
   its `steps / blocks` steps. DyLLM's `length / steps` is "even" where that divides.
 - "origin" has no quota: a candidate is committed where its uniform number is below `1 - s/t`, all at the last step.
+- With `allowed`, a step commits the block's first mask alone, whatever the rule, among the tokens that are `allowed` behind the
+  output before it.
 - With `first_alone`, block step 0 commits the block's first position, whatever the rule. "even" shares the rest over the other
   steps; "timesteps" goes on with the time of block step 1.
 - By threshold: the one with the best score, and all whose chosen token has a *probability* at or above it, whichever score
@@ -279,6 +281,7 @@ class Request:
     biases: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0
     ends: Collection[int] = ()
+    allowed: Callable[[Sequence[int]], Collection[int]] | None = None
 
     def __post_init__(self) -> None:
         if min(self.gen_length, self.block_length, self.steps) < 1:
@@ -373,7 +376,7 @@ def choose(logits: Array, request: Request, step: int, position: int, noise: Noi
 
 def commits(choices: Sequence[Choice], request: Request, block_step: int) -> list[int]:
     """The indices of the candidates that a step commits, in order of position."""
-    if request.first_alone and block_step == 0:
+    if request.allowed is not None or (request.first_alone and block_step == 0):
         return [0]
     if request.remasking == "origin":
         return [i for i, choice in enumerate(choices) if choice.score < request.share(block_step)]
@@ -414,7 +417,7 @@ class Step:
         score = np.array([choice.score for choice in self.choices])
         probability = np.array([choice.probability for choice in self.choices])
         gaps = [choice.gap for choice in self.choices]
-        if request.first_alone and self.block_step == 0:
+        if request.allowed is not None or (request.first_alone and self.block_step == 0):
             return gaps[0]
         if request.remasking == "origin":
             gaps.append(float(np.abs(score - request.share(self.block_step)).min()))
@@ -490,7 +493,7 @@ def generate(
     end = None
     for block in range(request.gen_length // request.block_length):
         start = len(prompt) + block * request.block_length
-        for block_step in range(request.block_steps):
+        for block_step in range(request.block_steps if request.allowed is None else request.block_length):
             candidates = start + np.flatnonzero(np.array(tokens[start : start + request.block_length]) == request.mask)
             if not len(candidates) or end is not None:
                 break
@@ -501,6 +504,9 @@ def generate(
             logits = np.array(
                 [changed_logits(row, tokens, len(prompt), int(p), request) for p, row in zip(candidates, logits, strict=True)]
             )
+            if request.allowed is not None:
+                others = np.setdiff1d(np.arange(logits.shape[1]), [*request.allowed(tokens[len(prompt) : candidates[0]])])
+                logits[:, others] = -np.inf
             choices = [
                 choose(row, request, call.step, int(p), noise, uniform) for p, row in zip(candidates, logits, strict=True)
             ]

@@ -86,8 +86,20 @@ def diffuse(
     Args:
         prompt: texts to respond to, "-" for standard input; several texts form batches.
     """
+    respond(prompt, prompt_file, chat, models, devices, response.request(denoising), outputs)
+
+
+def respond(
+    prompt: Sequence[str],
+    prompt_file: Path | None,
+    chat: bool,
+    models: DiffusionModelOptions,
+    devices: DeviceOptions,
+    request: Denoising,
+    outputs: DiffuseOutputs,
+) -> None:
+    """Denoises a response to every prompt with one request's options, and shows each step."""
     console = outputs.console()
-    request = response.request(denoising)
     otherwise = [held_out_problems(1)[0].prompt] if models.model == DEMO else []
     examples = gather_prompts(prompt, prompt_file, models.model, otherwise, diffuse)
     template = models.prompt_template(chat, console)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from tilewright.bench.compare import compare, environment
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.speculative import encoded
 from tilewright.cli.common import AdaptedModelOptions, DeviceOptions, gather_prompts, given
-from tilewright.cli.diffuse import DiffuseOutputs, ResponseOptions, diffuse
+from tilewright.cli.diffuse import DiffuseOutputs, ResponseOptions, respond
 from tilewright.cli.diffusion_options import (
     DenoisingOption,
     DenoisingSettings,
@@ -35,6 +35,7 @@ from tilewright.cli.options import (
 )
 from tilewright.cli.outputs import OutputFiles, progress, working, write_json, write_replay_page
 from tilewright.compiled.ledger import Ledger
+from tilewright.diffusion.options import SAMPLED
 from tilewright.llm.acceptance import generation_figures, num_spec_tokens
 from tilewright.llm.chosen import chosen_figures, round_drafters
 from tilewright.llm.language_model import LanguageModel
@@ -118,10 +119,11 @@ class SamplingOptions:
         return Sampling(**{**(defaults or {}), **chosen, "logit_bias": tuple(map(biased_token, self.sampling.logit_bias))})
 
     def refuse_for_denoising(self) -> None:
-        """Raises a `ValueError` for options that `diffuse` does not have."""
-        wrong = changed_options(self, "top_k")
-        if replace(self.sampling, ignore_eos=False) != SamplingSettings():
-            wrong.append("--sampling with other keys than ignore_eos")
+        """Raises a `ValueError` for options of texts, which are not searched while they are denoised."""
+        wrong = changed_options(self, "stop")
+        for name in ("include_stop", "skip_special_tokens"):
+            if getattr(self.sampling, name) != getattr(SamplingSettings(), name):
+                wrong.append(f"--sampling {name}")
         if wrong:
             raise ValueError(f"{wrong[0]} is for models that decode token by token; this one denoises")
 
@@ -217,26 +219,17 @@ def denoise(
         ValueError: an option is not supported by diffusion models.
     """
     options.refuse_for_denoising()
-    others = [*(["--compare"] if outputs.compare_both else []), *changed_options(options, "stop"), *changed_options(templates)]
+    others = [*(["--compare"] if outputs.compare_both else []), *changed_options(templates)]
     if others:
         raise ValueError(f"{others[0]} is for models that decode token by token; {models.model} denoises")
     length = options.max_new_tokens if changed_options(options, "max_new_tokens") else ResponseOptions.new_tokens
-    diffuse(
-        *prompt,
-        prompt_file=prompt_file,
-        chat=bool(chat),
-        models=diffusion_model_options(models),
-        devices=devices,
-        response=ResponseOptions(
-            new_tokens=given(length, ResponseOptions.new_tokens),
-            temperature=given(options.temperature, 0.0),
-            top_p=given(options.top_p, 1.0),
-            seed=options.seed,
-            ignore_eos=options.sampling.ignore_eos,
-        ),
-        denoising=denoising,
-        outputs=DiffuseOutputs(json_file=outputs.json_file, replay=outputs.replay),
+    denoising.check_mode()
+    sampling = options.parameters({"temperature": 0.0})
+    request = denoising.applied(
+        new_tokens=given(length, ResponseOptions.new_tokens), **{name: getattr(sampling, name) for name in SAMPLED}
     )
+    shown = DiffuseOutputs(json_file=outputs.json_file, replay=outputs.replay)
+    respond(prompt, prompt_file, bool(chat), diffusion_model_options(models), devices, request, shown)
 
 
 def end_line(lm: LanguageModel, generation: Generation, sampling: Sequence[Sampling], chosen: Mapping[str, Any] | None) -> str:

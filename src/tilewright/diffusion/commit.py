@@ -143,5 +143,5 @@ def commits(
     committed = jnp.where(threshold < ALWAYS, by_threshold, by_quota)
     origin = jnp.asarray(options.rule)[:, None] == REMASKING.index("origin")
     committed = jnp.where(origin, choices.score < share, committed)
-    alone = (jnp.asarray(options.first_alone) & (block_step == 0))[:, None]
-    return candidates & jnp.where(alone, slot == 0, committed)
+    alone = (jnp.asarray(options.first_alone) & (block_step == 0)) | jnp.asarray(options.left_to_right)
+    return candidates & jnp.where(alone[:, None], jnp.cumsum(candidates, axis=1) == 1, committed)

@@ -121,7 +121,10 @@ class Denoising:
             later steps compute nothing before the block, as in the published Fast-dLLM for Dream. By default the first step
             commits by the rule, and later steps also compute the position before the block, which predicts its first token.
         top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, min_tokens, stop_token_ids: as in
-            `runtime.sampling.Sampling`. The history of a position are the tokens before it that were committed before the step.
+            `runtime.sampling.Sampling`. The history of a position is the prompt, and the tokens before it that were committed
+            before the step.
+        left_to_right: each step commits the block's first mask alone, whatever the rule, and the token is delivered at once.
+            Requests with a constraint are denoised so, since only the text before a token tells which tokens it may be.
     """
 
     new_tokens: int = 128
@@ -148,6 +151,7 @@ class Denoising:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    left_to_right: bool = False
 
     def __post_init__(self) -> None:
         for name, value, values in (("remasking", self.remasking, REMASKING), ("mode", self.mode, MODES)):
@@ -288,6 +292,7 @@ class RowOptions:
     logits_eos_inf: Any
     confidence_eos_eot_inf: Any
     first_alone: Any
+    left_to_right: Any
     sampling: RowSampling
 
 
@@ -327,6 +332,7 @@ def row_options(requests: Sequence[Denoising], longest: int, eos: tuple[int, ...
         logits_eos_inf=each([r.logits_eos_inf for r in requests], bool),
         confidence_eos_eot_inf=each([r.confidence_eos_eot_inf for r in requests], bool),
         first_alone=each([r.first_alone for r in requests], bool),
+        left_to_right=each([r.left_to_right for r in requests], bool),
         sampling=row_sampling([r.sampling() for r in requests], [0] * len(requests), eos=eos),
     )
 

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from tilewright.diffusion.options import SAMPLED, Denoising
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.tokenizer import encode
+from tilewright.runtime.constraints import Constraint
 from tilewright.runtime.logprobs import MOST_ALTERNATIVES
 from tilewright.runtime.request import check_deadline
 from tilewright.runtime.sampling import Sampling
@@ -24,9 +25,10 @@ class DenoisingRequest:
         deadline_s: seconds after which the request is ended, waiting or running; None for no deadline.
         max_tokens: number of the response's tokens that are delivered; None for all.
         include_stop, skip_special_tokens: as in `Sampling`.
+        constraint: rule that the text must follow, from left to right, as in `GenerateRequest`; None for free text.
         logprobs: number of alternatives, from 0 to 20, whose log-probabilities come with those of each token, from the step
             that committed the token; None for no log-probabilities. They are computed from the model's logits without the mask
-            token's, after biases and penalties, before temperature and filters.
+            token's, after biases, penalties and constraints, before temperature and filters.
     """
 
     prompt: Sequence[int]
@@ -37,6 +39,7 @@ class DenoisingRequest:
     logprobs: int | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         check_deadline(self.deadline_s)
@@ -45,6 +48,11 @@ class DenoisingRequest:
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_ALTERNATIVES:
             raise ValueError(f"expected logprobs from 0 to {MOST_ALTERNATIVES}, found {self.logprobs}")
         assert self.sampling  # validates the strings, and the length
+        options = self.denoising
+        endless = {"ignore_eos": options.ignore_eos, "min_tokens": options.min_tokens, "logits_eos_inf": options.logits_eos_inf}
+        if self.constraint is not None and any(endless.values()):
+            found = next(name for name, value in endless.items() if value)
+            raise ValueError(f"expected no {found} with a constraint, which ends the text itself")
 
     @property
     def sampling(self) -> Sampling:
@@ -80,8 +88,14 @@ def request_of(prompt: Sequence[int], sampling: Sampling, defaults: Denoising) -
     block = wanted if defaults.block_length is None else defaults.block_length
     same = {name: getattr(sampling, name) for name in SAMPLED}
     denoising = replace(defaults, new_tokens=-(-wanted // block) * block, **same)
-    texts = {"include_stop": sampling.include_stop, "skip_special_tokens": sampling.skip_special_tokens}
-    return DenoisingRequest(prompt, denoising, sampling.stop, max_tokens=wanted, **texts)
+    return DenoisingRequest(
+        prompt,
+        denoising,
+        sampling.stop,
+        max_tokens=wanted,
+        include_stop=sampling.include_stop,
+        skip_special_tokens=sampling.skip_special_tokens,
+    )
 
 
 def check_room(tokens: Sequence[int], request: Denoising, context: int) -> None:

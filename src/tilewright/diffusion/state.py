@@ -36,6 +36,7 @@ class DiffusionState:
         caches: one for each layer (`window.LayerCache`); empty if every step is dense.
         wants_logprobs: `[B]`: rows that want log-probabilities; None if no row can want them.
         logprobs: log-probabilities of each position (`runtime.logprobs.Logprobs`) at its commit; None likewise.
+        allowed: bits of the tokens that rows from left to right may commit next, uint32 `[B, ceil(V / 32)]`.
     """
 
     tokens: Any
@@ -50,6 +51,7 @@ class DiffusionState:
     caches: Any
     wants_logprobs: Any = None
     logprobs: Any = None
+    allowed: Any = None
 
     @property
     def block_stop(self) -> Int[Array, " B"]:

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from tilewright.diffusion.commit import Choices, choose, commits
 from tilewright.diffusion.state import SPANS, DiffusionState, Span, StepPlan, ended, plan, window_of
 from tilewright.diffusion.window import BUCKETS, Trace, run_window
+from tilewright.kernels import select
 from tilewright.kernels.operations import Operations
 from tilewright.models import diffusion
 from tilewright.models.decoder import DecoderParams
@@ -199,6 +200,7 @@ def choices(
         tokens = jnp.arange(logits.shape[-1])
         is_eos = jnp.isin(tokens, jnp.asarray(config.eos_token_ids, jnp.int32))
         logits = jnp.where(jnp.asarray(options.logits_eos_inf)[:, None, None] & is_eos, -jnp.inf, logits)
+        logits = constrained(state, logits)
         unranked = None
         if config.eot_token_id is not None:
             greedy = jnp.asarray(options.sampling.temperature)[:, None] == 0
@@ -252,6 +254,17 @@ def penalised(
         return set_row(logits, changed, row)
 
     return for_each(penalises(rows) & ~state.done, penalise_row, logits)
+
+
+def constrained(state: DiffusionState, logits: Float[Array, "B K V"]) -> Float[Array, "B K V"]:
+    """Leaves the allowed tokens of rows from left to right. They are those of the first mask, which is committed alone."""
+
+    def constrain_row(row: Array, logits: Array) -> Array:
+        some = slice_row(row, logits)
+        bits = jnp.broadcast_to(slice_row(row, state.allowed)[:, None], (*some.shape[:2], state.allowed.shape[-1]))
+        return set_row(logits, select.allowed(some, bits), row)
+
+    return for_each(jnp.asarray(state.options.left_to_right) & ~state.done, constrain_row, logits)
 
 
 def step_span(

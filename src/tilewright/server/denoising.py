@@ -6,20 +6,19 @@ Prompts have no log-probabilities.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from tilewright.diffusion.blocks import BlockDenoising, Strategy
 from tilewright.diffusion.options import ALWAYS, Denoising, Mode, Remasking
 from tilewright.diffusion.request import DenoisingRequest
+from tilewright.runtime.constraints import Constraint
 from tilewright.runtime.sampling import later_seed
 from tilewright.server.fields import WHOLE, unsupported
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, Length
-from tilewright.server.structured import ResponseFormat
 
-NOT_FOR_DIFFUSION = "is not supported for a diffusion model"
-COMMITS_MANY = f"{NOT_FOR_DIFFUSION}, which commits several tokens at once"
+COMMITS_MANY = "is not supported for a diffusion model, which commits several tokens at once"
 OPTIONS = (
     "block_length",
     "suffix_window",
@@ -41,18 +40,6 @@ OPTIONS = (
 """Fields that are options of `Denoising`, with the same names."""
 
 
-class PlainTextFormat(ResponseFormat):
-    """Response format of a diffusion model: text."""
-
-    type: Literal["text"]  # type: ignore[assignment]
-    json_schema: None = None  # type: ignore[assignment]
-
-
-def only(value: int | str) -> Any:
-    """Accepts one value, which has no effect."""
-    return unsupported(str(value), NOT_FOR_DIFFUSION)
-
-
 class DenoisingBody(GenerationBody):
     """Fields of completions and chats of a diffusion model. Missing fields take the server's defaults (`--denoising`).
 
@@ -72,9 +59,7 @@ class DenoisingBody(GenerationBody):
             before the position; 1 for none.
         presence_penalty: subtracted from the logits of the output's committed tokens before the position.
         frequency_penalty: the same, per occurrence.
-        structured_outputs: not supported for a diffusion model.
         prompt_logprobs: not supported for a diffusion model.
-        response_format: only text is supported for a diffusion model.
     """
 
     steps: Length = None
@@ -88,8 +73,6 @@ class DenoisingBody(GenerationBody):
     logits_eos_inf: bool | None = None
     confidence_eos_eot_inf: bool | None = None
 
-    structured_outputs: Annotated[None, unsupported(reason=NOT_FOR_DIFFUSION)] = None  # type: ignore[assignment]
-    response_format: Annotated[PlainTextFormat | None, only('{"type": "text"}')] = None  # type: ignore[assignment]
     prompt_logprobs: Annotated[None, unsupported(reason=COMMITS_MANY)] = None  # type: ignore[assignment]
 
 
@@ -100,15 +83,7 @@ class DenoisingCompletionBody(DenoisingBody, CompletionBody):  # type: ignore[mi
 
 
 class DenoisingChatBody(DenoisingBody, ChatBody):  # type: ignore[misc]
-    """Body of `POST /v1/chat/completions` for a diffusion model.
-
-    Attributes:
-        tools: not supported for a diffusion model.
-        tool_choice: not supported for a diffusion model.
-    """
-
-    tools: Annotated[Annotated[list[Any], Field(max_length=0)] | None, only("empty")] = None  # type: ignore[assignment]
-    tool_choice: Annotated[Literal["none", "auto"] | None, only("none")] = None  # type: ignore[assignment]
+    """Body of `POST /v1/chat/completions` for a diffusion model."""
 
 
 class BlockBody(GenerationBody):
@@ -174,17 +149,20 @@ def make_requests(
     choices: int,
     deadline_s: float | None,
     logprobs: int | None = None,
+    constraint: Constraint | None = None,
+    has_tools: bool = False,
 ) -> list[DenoisingRequest]:
     """Makes the requests of one prompt. The seed of each request is derived from the body's seed and the number of the choice.
 
     Args:
         logprobs: number of alternatives per token; None for no log-probabilities.
+        has_tools: whether the text may have tool calls, whose tags may be special tokens.
 
     Raises:
         ValueError: the options are inconsistent.
     """
     denoising = parse_denoising(body, defaults, new_tokens)
     seeds = [None if denoising.seed is None else later_seed(denoising.seed, choice) for choice in range(choices)]
-    skips = body.skip_special_tokens is not False
-    rest = body.stops, deadline_s, new_tokens, logprobs, bool(body.include_stop_str_in_output), skips
+    skips = body.skip_special_tokens is not False and not has_tools
+    rest = body.stops, deadline_s, new_tokens, logprobs, bool(body.include_stop_str_in_output), skips, constraint
     return [DenoisingRequest(prompt, replace(denoising, seed=seed), *rest) for seed in seeds]
