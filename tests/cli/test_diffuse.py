@@ -143,14 +143,17 @@ def test_every_option_reaches_its_field(run: Run, folder: Path, monkeypatch: pyt
         raise ValueError("enough")
 
     monkeypatch.setattr(DiffusionModel, "start", watched)
-    saliency = Saliency(0.9, 2, 3, False, False, False, False)
+    saliency = Saliency(0.9, 2, 3, False, False, False, False, 4)
     options = "--new-tokens 24 --temperature 0.5 --top-p 0.9 --seed 5"
     steps = "block_length=12,steps=8,remasking=entropy,guidance=1.5,suffix_window=6,mode=sparse"
-    switches = "tau=0.9,full_steps=2,every=3,first_layer=no,keep_changed=no,keep_prompt=no,boundary=no"
+    switches = "tau=0.9,full_steps=2,every=3,first_layer=no,keep_changed=no,keep_prompt=no,boundary=no,whole_until=4"
     run("diffuse", PROMPT, "--model", folder, *options.split(), "--denoising", f"{steps},{switches}")
     assert seen == [Denoising(24, 8, 12, "entropy", 0.5, 0.9, 5, None, "sparse", saliency, 6, 1.5)]
     run("diffuse", PROMPT, "--model", folder, *SIZE, "--denoising", f"{BLOCK},threshold=0.7")
     assert seen[1].threshold == 0.7
+    ends = "mode=dual,first_alone=yes,logits_eos_inf=yes,confidence_eos_eot_inf=yes"
+    run("diffuse", PROMPT, "--model", folder, *SIZE, "--denoising", f"{BLOCK},{ends}")
+    assert (seen[2].first_alone, seen[2].logits_eos_inf, seen[2].confidence_eos_eot_inf) == (True, True, True)
 
 
 def test_prompts_of_a_file_and_of_a_chat(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -295,8 +298,15 @@ def test_generate_takes_it_with_the_options_that_both_have(run: Run, folder: Pat
     ran = run("generate", PROMPT, "--model", folder, *size, "--denoising", f"{BLOCK},mode=dual", "--json", "-")
     assert ran.status == 0, ran.err
     assert (ran.json["mode"], len(ran.json["response_tokens"][0])) == ("dual", size[1])
+    assert (ran.json["passes"], ran.json["tokens_per_pass"]) == ([size[1]], [1.0])
+    drawn = ["--temperature", 0.9, "--top-k", 5, "--seed", 3, "--sampling", "ignore_eos=true,min_p=0.05,presence_penalty=0.7"]
+    ran = run("generate", PROMPT, "--model", folder, *size[:2], *drawn, "--denoising", f"{BLOCK},mode=dual", "--json", "-")
+    request = Denoising(size[1], block_length=8, mode="dual", temperature=0.9, top_k=5, seed=3, ignore_eos=True, min_p=0.05)
+    (want,) = load(folder).generate(PROMPT, replace(request, presence_penalty=0.7))
+    assert ran.json["response_tokens"] == [want.tokens]
     for options, said in (
-        (["--top-k", 5], "--top-k is for models that decode token by token; this one denoises"),
+        (["--stop", "t1"], "--stop is for models that decode token by token; this one denoises"),
+        (["--sampling", "include_stop=true"], "--sampling include_stop is for models that decode token by token"),
         (["--drafter", "ngram"], "--drafter is for models that decode token by token"),
         (["--compare"], "--compare is for models that decode token by token"),
     ):

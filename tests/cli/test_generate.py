@@ -10,7 +10,9 @@ import pytest
 
 import tilewright as tw
 from cli.conftest import Ran, Run
+from reference.block_diffusion_numpy import random_model as random_blocks
 from reference.dflash_numpy import as_folders, random_pair
+from reference.self_speculation_numpy import as_folder
 from report.reading import Page, check_self_contained
 from tilewright.cli.generate import ending
 from tilewright.kernels import native
@@ -369,6 +371,14 @@ def test_a_stop_string_ends_the_text(run: Run, fixed: list[Any], expected: dict[
     figures = run("generate", "t1 t2 t3", *fixed, *NEW, "--stop", stop, "--json", "-").json
     assert figures["finish_reason"] == ["stop"]
     assert figures["text"] == [expected["t1 t2 t3"][1].split(stop)[0]]
+
+
+def test_passes_of_a_model_with_blocks_are_counted(run: Run, tmp_path: Path):
+    folder = as_folder(tmp_path, random_blocks(3))  # type: ignore[arg-type]
+    (want,) = tw.load(folder).generate("t1 t2 t3", tw.Sampling(16))
+    figures = run("generate", "t1 t2 t3", "--model", folder, *NEW[:1], 16, "--json", "-").json
+    assert (figures["tokens"], figures["passes"]) == ([want.tokens], [want.passes])
+    assert figures["tokens_per_pass"] == [16 / want.passes]
 
 
 def test_block_size_and_window_change_no_token(run: Run, pair: list[Any], expected: dict[str, Any]):

@@ -34,11 +34,11 @@ WAYS: tuple[dict[str, Any], ...] = (
     {},
     {"threshold": 0.3},
     {"threshold": 0.15, "temperature": 1.0},
-    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 12, "repetition_penalty": 1.2},
     {"remasking": "random"},
     {"remasking": "origin"},
     {"remasking": "maskgit_plus", "threshold": 0.2},
-    {"remasking": "topk_margin", "temperature": 0.5},
+    {"remasking": "topk_margin", "temperature": 0.5, "presence_penalty": 0.6, "logit_bias": ((5, 2.0),)},
     {"remasking": "entropy"},
 )
 

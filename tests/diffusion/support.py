@@ -32,6 +32,7 @@ MODELS: dict[str, Model] = {
     "tiny": random_model(7, "llada", VOCAB, hidden=64, layers=1),
 }
 EOS = {"llada": 12, "dream": 30, "tiny": 12}
+EOT = {"llada": 22, "dream": 7, "tiny": 22}
 TABLE = DiffusionTable(batches=(8,), positions=(32,), responses=(16,), blocks=(16,), buckets=(12,))
 PLAIN = Saliency(tau=0.99, full_steps=2, every=3, first_layer=False, keep_changed=False, keep_prompt=False, boundary=False)
 """Published settings."""
@@ -48,7 +49,8 @@ BACKENDS = [
 
 def build(family: str, kernels: Any = "auto", table: DiffusionTable = TABLE, **settings: Any) -> DiffusionModel:
     with tempfile.TemporaryDirectory() as folder:
-        return load(write_model(Path(folder), MODELS[family], MASK, EOS[family]), kernels=kernels, table=table, **settings)
+        written = write_model(Path(folder), MODELS[family], MASK, EOS[family], eot_token_id=EOT[family])
+        return load(written, kernels=kernels, table=table, **settings)
 
 
 def asking(**changes: Any) -> Denoising:
@@ -83,7 +85,21 @@ def request_of(denoising: Denoising, family: str) -> Request:
         threshold=denoising.threshold,
         suffix_window=denoising.suffix_window,
         eos=() if denoising.ignore_eos else (EOS[family],),
+        forbid=(EOS[family],) if denoising.logits_eos_inf else (),
+        unranked=unranked(denoising, family) if denoising.confidence_eos_eot_inf else (),
+        first_alone=denoising.first_alone,
+        top_k=denoising.top_k,
+        min_p=denoising.min_p,
+        penalties=(denoising.repetition_penalty, denoising.presence_penalty, denoising.frequency_penalty),
+        biases=dict(denoising.logit_bias),
+        min_tokens=denoising.min_tokens,
+        ends=(EOS[family], *denoising.stop_token_ids),
     )
+
+
+def unranked(denoising: Denoising, family: str) -> tuple[int, ...]:
+    """Tokens that the published `confidence_eos_eot_inf` ranks last."""
+    return (EOT[family],) if denoising.temperature else (EOT[family], EOS[family])
 
 
 def mode_of(denoising: Denoising) -> Mode:
@@ -91,12 +107,12 @@ def mode_of(denoising: Denoising) -> Mode:
     if denoising.mode == "dense":
         return Dense
     if denoising.mode != "sparse":
-        return CachedMode(denoising.mode)
+        return CachedMode(denoising.mode, not denoising.first_alone)
     return SparseMode(
         saliency.tau,
         saliency.full_steps,
         saliency.every,
-        saliency.full_steps,
+        max(saliency.full_steps, saliency.whole_until),
         saliency.first_layer,
         saliency.keep_prompt,
         saliency.keep_changed,
@@ -128,21 +144,29 @@ def wanted(family: str, prompt: Sequence[int], denoising: Denoising) -> Generati
     )
 
 
-def nucleus_margin(step: Step, request: Request) -> float:
-    """Returns the smallest distance of a cumulative probability from the edge of the nucleus."""
-    if request.top_p >= 1:
-        return float("inf")
+def filter_margin(step: Step, request: Request) -> float:
+    """Returns the smallest distance of a token from the edge of a filter."""
     logits = step.logits.copy()
-    logits[:, MASK] = -np.inf
-    p = softmax(logits / (request.temperature or 1.0))
-    before = np.array([[row[row > p_token].sum() for p_token in row] for row in p])
-    return float(np.abs(before - request.top_p).min())
+    logits[:, [MASK, *request.forbid]] = -np.inf
+    logits /= request.temperature or 1.0
+    gaps = [np.inf]
+    if request.top_k:
+        ranked = np.sort(logits, axis=1)[:, ::-1]
+        gaps.append(float(np.min(ranked[:, request.top_k - 1] - ranked[:, request.top_k])))
+        logits = np.where(logits >= ranked[:, request.top_k - 1 : request.top_k], logits, -np.inf)
+    if request.top_p < 1:
+        p = softmax(logits)
+        before = np.array([[row[row > p_token].sum() for p_token in row] for row in p])
+        gaps.append(float(np.abs(before - request.top_p).min()))
+    if request.min_p:
+        gaps.append(float(np.abs(logits - logits.max(axis=1, keepdims=True) - np.log(request.min_p)).min()))
+    return min(gaps)
 
 
 def decided(step: Step, denoising: Denoising, request: Request) -> bool:
     """Returns True if rounding cannot change the committed and the salient positions of the step."""
     cosines = [np.abs(layer.cosine - denoising.saliency.tau).min() for layer in step.layers]
-    enough = min(step.margin(request), nucleus_margin(step, request)) > MARGIN
+    enough = min(step.margin(request), filter_margin(step, request)) > MARGIN
     return enough and min(cosines, default=1.0) > COSINE_MARGIN
 
 

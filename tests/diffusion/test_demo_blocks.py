@@ -3,7 +3,6 @@
 from itertools import islice
 
 import numpy as np
-import pytest
 
 from tilewright.diffusion.blocks import BlockDenoising
 from tilewright.llm.language_model import load
@@ -35,7 +34,6 @@ def test_blocks_solve_most_problems_with_many_tokens_per_pass():
     assert sum(len(one.tokens) for one in results) > 4 * passes
 
 
-@pytest.mark.slow
 def test_its_own_drafts_give_the_tokens_of_decoding():
     plain = load("demo-blocks", table=TABLE, dtype="float32").generate(PROMPTS, Sampling(160))
     drafted = load("demo-blocks", "self", block_size=16, table=TABLE, dtype="float32").generate(PROMPTS, Sampling(160))

@@ -22,8 +22,10 @@ from diffusion.support import (
     compare_all,
     needs_native,
     together,
+    wanted,
 )
 from reference.diffusion_cases import PROMPT
+from tilewright.diffusion import options
 from tilewright.diffusion.options import Denoising, Saliency
 from tilewright.diffusion.programs import DiffusionTable
 from tilewright.llm.diffusion_model import DiffusionModel
@@ -72,6 +74,88 @@ def test_every_mode_equals_the_reference(made: tuple[DiffusionModel, str], rules
     compare_all(session, family)
 
 
+SWITCHES: dict[str, list[dict[str, Any]]] = {
+    "llada": [
+        {"logits_eos_inf": True, "temperature": 1.5, "seed": 47, "ignore_eos": False},
+        {"confidence_eos_eot_inf": True, "steps": 6},
+        {"confidence_eos_eot_inf": True, "temperature": 1.5, "threshold": 0.3, "mode": "prefix"},
+        {"confidence_eos_eot_inf": True, "logits_eos_inf": True, "mode": "dual", "temperature": 0.8},
+        {"confidence_eos_eot_inf": True, "mode": "sparse", "saliency": REPAIRED, "top_p": 0.7},
+        {"mode": "sparse", "saliency": replace(PLAIN, whole_until=4)},
+        {"mode": "sparse", "saliency": replace(PLAIN, full_steps=1, every=4, whole_until=4), "threshold": 0.3},
+        {},
+    ],
+    "dream": [
+        {"first_alone": True, "mode": "prefix", "remasking": "maskgit_plus", "threshold": 0.3},
+        {"first_alone": True, "mode": "dual", "remasking": "maskgit_plus", "threshold": 0.3},
+        {"first_alone": True, "mode": "prefix", "remasking": "entropy", "steps": 9},
+        {"first_alone": True, "mode": "dual", "remasking": "entropy"},
+        {"first_alone": True, "mode": "dual", "remasking": "maskgit_plus", "threshold": 0.4, "temperature": 0.8},
+        {"first_alone": True, "mode": "prefix", "steps": 6, "logits_eos_inf": True},
+        {"mode": "sparse", "saliency": replace(PLAIN, full_steps=1, every=4, whole_until=4), "remasking": "entropy"},
+        {"mode": "dual", "remasking": "maskgit_plus", "threshold": 0.3},
+    ],
+}
+
+
+def test_published_switches_equal_the_reference(made: tuple[DiffusionModel, str]):
+    """Which `test_published_diffusion_numpy.py` holds against the published loops."""
+    model, family = made
+    requests = [asking(**switch) for switch in SWITCHES[family]]
+    session = together(model, prompts_for(requests), requests)
+    found = compare_all(session, family)
+    plain: list[dict[str, Any]] = [{"logits_eos_inf": False, "confidence_eos_eot_inf": False}, {"first_alone": False}]
+    others = [replace(each, **plain[family == "dream"]) for each in requests]
+    without = together(model, session.prompts[: len(others)], others)
+    differ = sum(each.want.tokens != compare(without, row, family).want.tokens for row, each in enumerate(found))
+    assert differ >= 2
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.6, "presence_penalty": 0.5, "frequency_penalty": 0.4, "steps": 6},
+    {"presence_penalty": -1.5, "mode": "prefix", "threshold": 0.3, "temperature": 0.9},
+    {"logit_bias": ((5, 4.0), (9, -100.0)), "mode": "dual", "temperature": 1.3, "top_k": 6},
+    {"repetition_penalty": 0.7, "logit_bias": ((7, 3.0),), "mode": "sparse", "saliency": REPAIRED},
+    {"top_k": 3, "min_p": 0.1, "top_p": 0.9, "temperature": 1.2, "remasking": "maskgit_plus"},
+    {"min_p": 0.3, "remasking": "entropy", "temperature": 0.8, "mode": "prefix"},
+    {"min_tokens": 7, "ignore_eos": False, "temperature": 1.5},
+    {"frequency_penalty": 2.0, "block_length": 12, "threshold": 0.7},
+]
+
+
+def test_sampling_options_equal_the_reference(made: tuple[DiffusionModel, str]):
+    model, family = made
+    seed = {"seed": ENDING[family]}
+    requests = [asking(**way, **seed) for way in SAMPLED]
+    session = together(model, prompts_for(requests), requests)
+    differ = 0
+    for row, each in enumerate(compare_all(session, family)):
+        plain = {name: getattr(Denoising(), name) for name in SAMPLED[row] if name in options.SAMPLED and name != "temperature"}
+        other = wanted(family, session.prompts[row], replace(requests[row], **plain))
+        differ += other.tokens != each.want.tokens
+    assert differ >= 5
+
+
+def test_tokens_that_end_a_response(made: tuple[DiffusionModel, str]):
+    """By the model, by the request, and neither of them too early."""
+    model, family = made
+    (plain,) = together(model, [PROMPT], [asking()]).results()[:1]
+    third = plain.tokens[2]
+    ways: list[dict[str, Any]] = [
+        {"stop_token_ids": (third,)},
+        {"stop_token_ids": (third,), "min_tokens": 12},
+        {"logit_bias": ((EOS[family], 100.0),), "ignore_eos": False},
+        {"logit_bias": ((EOS[family], 100.0),), "ignore_eos": False, "min_tokens": 5},
+    ]
+    stopped, late, ended, least = together(model, [PROMPT] * 4, [asking(**way) for way in ways]).results()[:4]
+    assert (stopped.tokens, stopped.finish_reason) == (plain.tokens[: plain.tokens.index(third)], "stop")
+    assert stopped.stop_reason == third
+    assert third not in late.tokens
+    assert (len(late.tokens), late.finish_reason) == (12, "length")
+    assert (ended.tokens, ended.finish_reason) == ([], "eos")
+    assert (len(least.tokens), least.finish_reason) == (5, "eos")
+
+
 LONG = DiffusionTable(batches=(8,), positions=(256,), responses=(200,), buckets=(64,))
 
 
@@ -84,7 +168,13 @@ def test_a_block_may_be_as_long_as_the_response(family: str, monkeypatch: pytest
     monkeypatch.setattr(support, "MARGIN", 3e-6)
     model = build(family, "xla", LONG)
     long = {"new_tokens": 200, "block_length": None, "steps": 8}
-    ways = [{}, {"remasking": "maskgit_plus"}, {"temperature": 0.5}, {"remasking": "origin"}, {"block_length": 50}]
+    ways: list[dict[str, Any]] = [
+        {},
+        {"remasking": "maskgit_plus"},
+        {"temperature": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+        {"remasking": "origin"},
+        {"block_length": 50},
+    ]
     modes = [*MODES[:2], {"mode": "dual"}, {"mode": "sparse", "saliency": REPAIRED}, {"mode": "sparse", "saliency": EXACT}]
     requests = [asking(**mode, **{**long, **way}) for mode, way in zip(modes, ways, strict=True)]
     session = together(model, prompts_for(requests), requests)
@@ -148,7 +238,7 @@ def test_guidance_in_every_mode_equals_the_reference(family: Any, kernels: str):
     model = build(family, kernels, replace(TABLE, batches=(6,)))
     ways: list[dict[str, Any]] = [
         {"mode": "dense", "guidance": 1.5},
-        {"mode": "prefix", "guidance": 0.5},
+        {"mode": "prefix", "guidance": 0.5, "presence_penalty": 0.7, "repetition_penalty": 1.3},
         {"mode": "dual", "guidance": 3.0},
         {"mode": "sparse", "saliency": REPAIRED, "guidance": 1.0},
         {"mode": "sparse", "saliency": REPAIRED},

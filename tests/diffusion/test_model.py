@@ -81,6 +81,7 @@ BAD: list[tuple[Any, Any, str]] = [
     ([[1]], [], "expected prompts and a request for each, found 1 and 0"),
     ([[1] * 21], asking(), "a prompt of 21 tokens leaves room for 11 in the context of 32; new_tokens is 12"),
     ([[1] * 40], asking(), "a prompt of 40 tokens leaves room for 0 in the context of 32; new_tokens is 12"),
+    ([[1]], asking(mode="dual", first_alone=True), "expected no first_alone, since the model's logits predict their own"),
     ([[1]], Denoising(20), "expected responses of at most 16, the largest declared, found 20"),
 ]
 
@@ -90,6 +91,13 @@ def test_what_cannot_be_denoised_is_said(model: DiffusionModel, prompts: Any, re
     for call in (model.start, model.generate):
         with pytest.raises(ValueError, match=re.escape(said)):
             call(prompts, requests)
+
+
+def test_switches_of_tokens_that_a_model_does_not_name_are_said(tmp_path: Path):
+    made = load(write_model(tmp_path, MODELS["tiny"], MASK, EOS["tiny"], eos_token_id=None), kernels="xla", table=TABLE)
+    for name, token in (("logits_eos_inf", "end-of-sequence"), ("confidence_eos_eot_inf", "end-of-turn")):
+        with pytest.raises(ValueError, match=f"expected no {name}, since the model names no {token} token"):
+            made.start([[1]], asking(**{name: True}))
 
 
 def test_more_rows_than_the_table_has_wait_for_one_another(model: DiffusionModel):

@@ -1,6 +1,7 @@
 """What a request may ask for, the numbers that follow from it, and what is said of one that may not be asked for."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,21 @@ def test_quotas_sum_to_the_block_and_are_those_of_the_reference(sizes: tuple[int
     assert found.sum() == asked.block
     left = asked.block
     for number, count in enumerate(found):
+        assert count == request.count(number, left)
+        left -= count
+
+
+@given(BLOCKS, RULES)
+def test_a_first_position_alone_leaves_the_rest_to_the_other_steps(sizes: tuple[int, int, int], rule: Any):
+    block, steps, _ = sizes
+    if (steps == 1) != (block == 1):
+        return
+    asked = replace(in_blocks(sizes, rule), mode="dual", first_alone=True)
+    request = Request(0, asked.new_tokens, block, asked.steps or 0, rule, first_alone=True)
+    found = asked.quotas()
+    assert (found[0], found.sum(), len(found)) == (1, block, steps)
+    left = block - 1
+    for number, count in enumerate(found[1:], 1):
         assert count == request.count(number, left)
         left -= count
 
@@ -82,6 +98,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"threshold": 0.9, "steps": 128}, "steps or a threshold, not both, found 128"),
     ({"threshold": 0.9, "remasking": "random"}, "no threshold with random, which ranks by chance, found 0.9"),
     ({"threshold": 0.9, "remasking": "origin"}, "no threshold with origin, which ranks by chance, found 0.9"),
+    (
+        {"remasking": "random", "confidence_eos_eot_inf": True},
+        "remasking low_confidence with confidence_eos_eot_inf, found random",
+    ),
+    ({"first_alone": True}, "the mode prefix or dual with first_alone, found dense"),
+    (
+        {"new_tokens": 8, "block_length": 4, "steps": 2, "mode": "dual", "first_alone": True},
+        "at least 2 steps a block with first_alone, found 2",
+    ),
     ({"guidance": -0.5}, "guidance of at least 0, found -0.5"),
     ({"guidance": NAN}, "guidance of at least 0, found nan"),
     ({"guidance": float("inf")}, "guidance of at least 0"),
@@ -120,6 +145,7 @@ def test_a_mode_or_rule_that_is_none_is_said(name: str, value: Any, known: tuple
         ({"full_steps": 2**31}, "at most 2147483647 full steps, found 2147483648"),
         ({"every": 2**31}, "whole-sequence steps every 2147483647 steps or less, found 2147483648"),
         ({"every": 0}, "whole-sequence steps every 1 step or more, found 0"),
+        ({"whole_until": -1}, "whole_until from 0 to 2147483647, found -1"),
     ],
 )
 def test_what_no_sparse_step_can_be(fields: dict[str, Any], said: str):
@@ -139,8 +165,8 @@ def test_a_request_that_draws_gets_a_seed_and_others_none():
 
 def test_requests_as_rows():
     requests = [
-        Denoising(12, 6, 4, "entropy", mode="sparse", saliency=Saliency(0.5, 2, 3, False, False, False, False), seed=9),
-        Denoising(5, threshold=0.25, mode="dual", guidance=1.5, ignore_eos=True, temperature=0.5, top_p=0.75),
+        Denoising(12, 6, 4, "entropy", mode="sparse", saliency=Saliency(0.5, 2, 3, False, False, False, False, 4), seed=9),
+        Denoising(5, threshold=0.25, mode="dual", guidance=1.5, ignore_eos=True, temperature=0.5, top_p=0.75, first_alone=True),
     ]
     rows = row_options(requests, 8)
     assert rows.quotas.shape == rows.shares.shape == (2, 8)
@@ -157,6 +183,8 @@ def test_requests_as_rows():
         "keep_changed": [False, True],
         "keep_prompt": [False, True],
         "boundary": [False, True],
+        "whole_until": [4, 0],
+        "first_alone": [False, True],
         "guidance": [0, 1.5],
         "ignore_eos": [False, True],
     }.items():

@@ -149,7 +149,12 @@ def test_what_draws_without_a_seed_gets_one(model: DiffusionModel, engine: Engin
     assert heard.tokens == want.tokens
 
 
-@pytest.mark.parametrize("changes", [{}, {"threshold": 0.2, "mode": "dual"}, {"mode": "sparse", "temperature": 1.0}], ids=str)
+PENALISED = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": ((5, 3.0),)}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"threshold": 0.2, "mode": "dual"}, {"mode": "sparse", "temperature": 1.0}, PENALISED], ids=str
+)
 def test_log_probabilities_are_of_the_step_that_committed_a_token(engine: Engine, changes: dict[str, Any]):
     """As the reference's logits say, without the mask's; a row that asks for none beside it gets none."""
     asked = ask(PROMPT, **changes)

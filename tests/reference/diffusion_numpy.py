@@ -14,8 +14,12 @@ Classifier-free guidance runs a second stream, with caches of its own, in which 
 `un + (scale + 1) (cond - un)`. The mask token, and those in `forbid`, get logit -inf before anything else: nothing commits a
 mask (the published loops let it happen).
 
+Biases and penalties change logits next, as in `sampling_numpy.py`: the history of a position are the prompt and the tokens
+before it that were committed before the step. The first `min_tokens` positions get no end.
+
 **Tokens.** A choice is the argmax of `logits / T + Gumbel noise`, at T = 0 of the logits; the lowest token id among equals.
-top_p keeps a token if the strictly more likely ones hold less than top_p in `softmax(logits / T)`; equals stay together.
+top_k keeps so many, top_p a token if the strictly more likely ones hold less than top_p in the softmax of what top_k keeps,
+min_p one with this share of the best one's probability; equals stay together.
 Probabilities are those of the plain softmax for LLaDA's rules (low_confidence, random), whatever T and top_p, which its loop
 doesn't have; for Dream's they are those of the distribution after T and top_p, after top_p at T = 0 too.
 
@@ -27,9 +31,15 @@ best probabilities (topk_margin), `sum p log(p + 1e-10)` (entropy).
   `int(masks left * (1 - s/t))` over `linspace(1, eps, steps + 1)` in float64, all at the last step. Both count one block with
   its `steps / blocks` steps. DyLLM's `length / steps` is "even" where that divides.
 - "origin" has no quota: a candidate is committed where its uniform number is below `1 - s/t`, all at the last step.
+- With `allowed`, a step commits the block's first mask alone, whatever the rule, among the tokens that are `allowed` behind the
+  output before it.
+- With `first_alone`, block step 0 commits the block's first position, whatever the rule. "even" shares the rest over the other
+  steps; "timesteps" goes on with the time of block step 1.
 - By threshold: the one with the best score, and all whose chosen token has a *probability* at or above it, whichever score
   ranks (an entropy score is negative, no threshold on it could fire). Steps and quotas don't count then. random and origin
   have no confidence and take no threshold.
+
+Probabilities are those without the tokens in `unranked`, which then have none.
 
 A block ends once it has no mask, even if it has steps left; a step with quota 0 before that runs and counts.
 
@@ -40,8 +50,8 @@ too, stays in `tokens` as it is and is not part of `output`.
 **Fast-dLLM.** Block step 0 computes all rows, commits by the rule, and keeps K and V of every layer and position, which stem
 from the tokens before its commit. Later steps compute the rows from the block's start to the end of the sequence ("prefix") or
 of the block ("dual"). They see their own fresh K and V, and the kept ones of all other positions. For Dream `shift_boundary`
-adds the row before the block, its K and V fresh too. (The published loop for Dream instead commits the block's first position,
-alone, at block step 0, and so never needs it.)
+adds the row before the block, its K and V fresh too. The published loop for Dream instead commits the block's first position,
+alone, at block step 0, and so never needs it: `first_alone` with `shift_boundary` off.
 
 **Suffix.** With `suffix_window` a forward gets the tokens up to so many positions behind the block, and knows no others; what
 the next block shows more of is in no cache, so DyLLM's first step of a block is full.
@@ -67,13 +77,14 @@ the next layer's k and v. The switches, all off in the published code:
 - shift_boundary: as above. Without it the first response position takes the logits of its own row in response-only steps.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from reference.diffusion_model_numpy import Array, Caches, Layer, Model, Rows, attend, dense, softmax
+from reference.sampling_numpy import adjusted, penalised
 
 Noise = Callable[[int, int, int], Array]
 """Gumbel noise `[V]` of (step, position, V)."""
@@ -262,6 +273,15 @@ class Request:
     eos: Collection[int] = ()
     suffix_window: int | None = None
     forbid: Collection[int] = ()
+    unranked: Collection[int] = ()
+    first_alone: bool = False
+    top_k: int = 0
+    min_p: float = 0.0
+    penalties: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    biases: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    ends: Collection[int] = ()
+    allowed: Callable[[Sequence[int]], Collection[int]] | None = None
 
     def __post_init__(self) -> None:
         if min(self.gen_length, self.block_length, self.steps) < 1:
@@ -292,8 +312,9 @@ class Request:
         """Returns the number of the block's remaining `masks` that a step commits by quota."""
         if self.quotas == "timesteps":
             return int(masks * self.share(block_step))
-        base, remainder = divmod(self.block_length, self.block_steps)
-        return base + (block_step < remainder)
+        alone = int(self.first_alone)
+        base, remainder = divmod(self.block_length - alone, self.block_steps - alone)
+        return base + (block_step - alone < remainder)
 
 
 def nucleus(logits: Array, top_p: float) -> Array:
@@ -302,6 +323,23 @@ def nucleus(logits: Array, top_p: float) -> Array:
         return logits
     p = softmax(logits)
     return np.where([p[p > own].sum() < top_p for own in p], logits, -np.inf)
+
+
+def filtered(logits: Array, request: Request) -> Array:
+    """-inf for each token of `[V]` that top_k, then top_p, then min_p leave out."""
+    if request.top_k:
+        logits = np.where(logits >= np.sort(logits)[::-1][min(request.top_k, len(logits)) - 1], logits, -np.inf)
+    kept = nucleus(logits, request.top_p)
+    return np.where(logits >= logits.max() + np.log(request.min_p), kept, -np.inf) if request.min_p else kept
+
+
+def changed_logits(logits: Array, tokens: Sequence[int], prompt_length: int, position: int, request: Request) -> Array:
+    """The logits `[V]` of a position after biases and penalties."""
+    if (request.penalties, request.biases, request.min_tokens) == ((1.0, 0.0, 0.0), {}, 0):
+        return logits
+    banned = request.ends if position - prompt_length < request.min_tokens else ()
+    before = [token for token in tokens[prompt_length:position] if token != request.mask]
+    return penalised(adjusted(logits, request.biases, banned), tokens[:prompt_length], before, *request.penalties)
 
 
 @dataclass(frozen=True)
@@ -318,9 +356,11 @@ def choose(logits: Array, request: Request, step: int, position: int, noise: Noi
     """The choice for one candidate, from its logits `[V]`."""
     logits = logits.copy()
     logits[[request.mask, *request.forbid]] = -np.inf
-    warped = nucleus(logits / (request.temperature or 1.0), request.top_p)
+    warped = filtered(logits / (request.temperature or 1.0), request)
     noisy = warped + (noise(step, position, len(logits)) if request.temperature > 0 and noise else 0)
-    p = softmax(logits if request.remasking in LLADA_RULES else warped)
+    ranked_by = (logits if request.remasking in LLADA_RULES else warped).copy()
+    ranked_by[[*request.unranked]] = -np.inf
+    p = softmax(ranked_by)
     token = int(np.argmax(noisy))
     best = np.sort(p)[::-1]
     score = float(p[token])
@@ -336,6 +376,8 @@ def choose(logits: Array, request: Request, step: int, position: int, noise: Noi
 
 def commits(choices: Sequence[Choice], request: Request, block_step: int) -> list[int]:
     """The indices of the candidates that a step commits, in order of position."""
+    if request.allowed is not None or (request.first_alone and block_step == 0):
+        return [0]
     if request.remasking == "origin":
         return [i for i, choice in enumerate(choices) if choice.score < request.share(block_step)]
     ranked = sorted(range(len(choices)), key=lambda i: (-choices[i].score, i))
@@ -351,7 +393,7 @@ class Step:
     Attributes:
         kind: "full", "whole", "response", "prefix" or "dual".
         candidates: the masked positions of the block, `[c]`.
-        logits: theirs, `[c, V]`, shifted and guided, before anything is forbidden.
+        logits: theirs, `[c, V]`, shifted, guided and penalised, before anything is forbidden.
         choices: one for each candidate.
         committed: the positions that were committed.
         layers: those of a sparse step (of the stream that sees the prompt), else none.
@@ -375,6 +417,8 @@ class Step:
         score = np.array([choice.score for choice in self.choices])
         probability = np.array([choice.probability for choice in self.choices])
         gaps = [choice.gap for choice in self.choices]
+        if request.allowed is not None or (request.first_alone and self.block_step == 0):
+            return gaps[0]
         if request.remasking == "origin":
             gaps.append(float(np.abs(score - request.share(self.block_step)).min()))
         elif request.threshold is not None:
@@ -449,7 +493,7 @@ def generate(
     end = None
     for block in range(request.gen_length // request.block_length):
         start = len(prompt) + block * request.block_length
-        for block_step in range(request.block_steps):
+        for block_step in range(request.block_steps if request.allowed is None else request.block_length):
             candidates = start + np.flatnonzero(np.array(tokens[start : start + request.block_length]) == request.mask)
             if not len(candidates) or end is not None:
                 break
@@ -457,6 +501,12 @@ def generate(
             call = Call(len(steps), block_step, start, stop, changed, request.suffix_window is not None and block_step == 0)
             seen = tokens if request.suffix_window is None else tokens[: stop + request.suffix_window]
             run, logits = candidate_logits(streams, seen, len(prompt), candidates, request, call)
+            logits = np.array(
+                [changed_logits(row, tokens, len(prompt), int(p), request) for p, row in zip(candidates, logits, strict=True)]
+            )
+            if request.allowed is not None:
+                others = np.setdiff1d(np.arange(logits.shape[1]), [*request.allowed(tokens[len(prompt) : candidates[0]])])
+                logits[:, others] = -np.inf
             choices = [
                 choose(row, request, call.step, int(p), noise, uniform) for p, row in zip(candidates, logits, strict=True)
             ]

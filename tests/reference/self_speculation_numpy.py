@@ -138,6 +138,12 @@ CHARACTERS = ("Ġ", *map(chr, range(33, 127)), "</s>", "<mask>")
 def with_characters(folder: Path, model: Any) -> Path:
     """Writes a model as a folder whose tokens are `CHARACTERS`, for grammars."""
     as_folder(folder, model)
+    write_characters(folder)
+    return folder
+
+
+def write_characters(folder: Path) -> None:
+    """Writes the tokenizer of `CHARACTERS`, the last two of which are special."""
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(CHARACTERS)}, unk_token="?"))
     characters = pre_tokenizers.Split("", "isolated")
     signs = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -145,4 +151,3 @@ def with_characters(folder: Path, model: Any) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(CHARACTERS[-2:]))
     tokenizer.save(str(folder / "tokenizer.json"))
-    return folder

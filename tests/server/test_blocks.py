@@ -85,6 +85,8 @@ def test_answers_are_those_of_the_model(
     assert answer["choices"][0]["text"] == want.text
     assert answer["usage"]["completion_tokens"] == 18
     steps = answer["metrics"]["denoising"]["steps"]
+    assert (answer["usage"]["denoising_passes"], answer["usage"]["tokens_per_pass"]) == (steps, pytest.approx(18 / steps))
+    assert want.passes == steps
     assert answer["metrics"]["denoising"]["tokens_per_step"] == pytest.approx(18 / steps)
     events = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 18, "stream": True, **fields}).text.split(
         "\n\n"

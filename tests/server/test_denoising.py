@@ -78,6 +78,7 @@ def check_answer(answer: dict[str, Any], text: str, want: Denoised, prompt: list
     assert text == want.text
     assert answer["choices"][0]["finish_reason"] == ("stop" if ended else "length")
     usage = {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count}
+    usage |= {"denoising_passes": want.passes, "tokens_per_pass": pytest.approx(count / want.passes)}
     assert answer["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
     details = {"steps": want.steps, "tokens_per_step": pytest.approx(count / want.steps)}
     assert answer["metrics"] == {"speculative_decoding": None, "denoising": details}
@@ -96,6 +97,17 @@ REQUESTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"remasking": "entropy", "steps": 12}, {"remasking": "entropy", "steps": 12, "threshold": None}),
     ({"temperature": 0.9, "top_p": 0.8, "seed": 3}, {"temperature": 0.9, "top_p": 0.8, "seed": 3}),
     ({"ignore_eos": True, "max_tokens": 24}, {"ignore_eos": True, "new_tokens": 24}),
+    ({"mode": "dual", "first_alone": True}, {"mode": "dual", "first_alone": True}),
+    (
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.4, "steps": 12},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.4, "steps": 12, "threshold": None},
+    ),
+    ({"logit_bias": {"5": 6, "9": -100}}, {"logit_bias": ((5, 6.0), (9, -100.0))}),
+    (
+        {"temperature": 1.2, "top_k": 4, "min_p": 0.1, "min_tokens": 9, "seed": 3},
+        {"temperature": 1.2, "top_k": 4, "min_p": 0.1, "min_tokens": 9, "seed": 3},
+    ),
+    ({"logits_eos_inf": True}, {"logits_eos_inf": True}),
 ]
 
 
@@ -162,6 +174,7 @@ def test_a_stream_has_blocks_as_they_finish(http: httpx2.Client, model: Diffusio
         assert [token["text"].strip() for token in shown["tokens"]] == [f"t{token}" for token in want.tokens[4 * number :][:4]]
         assert (shown["choice"], shown["drafted"], shown["accepted"]) == ("4 steps", 0, 0)
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 12)
+    assert (last["usage"]["denoising_passes"], last["usage"]["tokens_per_pass"]) == (12, 1.0)
     assert last["metrics"]["denoising"] == {"steps": 12, "tokens_per_step": 1.0}
 
 
@@ -191,6 +204,8 @@ def test_each_choice_has_a_seed_of_its_own(http: httpx2.Client, model: Diffusion
     found = complete(http, **fields)
     assert [choice["text"] for choice in found["choices"]] == want
     assert len(set(want)) == 3
+    passes = sum(model.generate([PROMPTS[1]], each)[0].passes for each in requests)
+    assert found["usage"]["denoising_passes"] == passes
     assert found["metrics"] == {"speculative_decoding": None}
     drawn = complete(http, **{**fields, "seed": None, "n": 4})
     assert len({choice["text"] for choice in drawn["choices"]}) > 1, "without a seed each draws by itself"
@@ -203,6 +218,17 @@ def test_stop_strings_and_echo(http: httpx2.Client, model: DiffusionModel):
     (choice,) = found["choices"]
     assert choice["finish_reason"] == "stop"
     assert choice["text"] == words(PROMPTS[0]) + want.text[: want.text.index(stop)]
+
+
+def test_a_stop_token_ends_the_output(http: httpx2.Client):
+    plain = complete(http, prompt=PROMPTS[0], return_token_ids=True)["choices"][0]["token_ids"]
+    found = complete(http, prompt=PROMPTS[0], stop_token_ids=[plain[2]], return_token_ids=True)
+    (choice,) = found["choices"]
+    count = plain.index(plain[2]) + 1
+    assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"]) == ("stop", plain[2], plain[:count])
+    assert found["usage"]["completion_tokens"] == count
+    included = complete(http, prompt=PROMPTS[0], stop_token_ids=[plain[2]], include_stop_str_in_output=True)["choices"][0]
+    assert included["text"] == choice["text"] + f" t{plain[2]}"
 
 
 def test_log_probabilities_come_with_each_token(http: httpx2.Client):
@@ -250,16 +276,11 @@ MANY = "is not supported for a diffusion model, which commits several tokens at 
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"top_k": 5}, "top_k", "'top_k' is not supported for a diffusion model, except 0"),
-        ({"min_p": 0.1}, "min_p", "'min_p' is not supported for a diffusion model, except 0"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "except 0"),
-        ({"frequency_penalty": -0.5}, "frequency_penalty", "except 0"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty", "except 1"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "except empty"),
-        ({"min_tokens": 3}, "min_tokens", "except 0"),
-        ({"stop_token_ids": [5]}, "stop_token_ids", "except empty"),
-        ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "except false"),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "except true"),
+        ({"top_k": -2}, "top_k", "greater than or equal to -1, found -2"),
+        ({"logit_bias": {"40": 1}}, None, "expected logit_bias of tokens below the vocabulary size 40, found 40"),
+        ({"min_tokens": 13}, None, "expected min_tokens from 0 to the length limit, 12, found 13"),
+        ({"min_tokens": 3, "max_tokens": 2}, None, "expected min_tokens from 0 to the length limit, 2, found 3"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "started without the grammar extra"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", MANY),
         ({"mode": "thin"}, "mode", "'dense', 'prefix', 'dual' or 'sparse', found \"thin\""),
         ({"mode": "prefix"}, None, "expected a mode among dense, dual, sparse, found prefix"),
@@ -272,6 +293,12 @@ MANY = "is not supported for a diffusion model, which commits several tokens at 
         ({"steps": 0}, "steps", "greater than or equal to 1, found 0"),
         ({"steps": 2.5}, "steps", "found 2.5"),
         ({"suffix_window": -1}, "suffix_window", "greater than or equal to 0, found -1"),
+        ({"first_alone": True}, None, "expected the mode prefix or dual with first_alone, found sparse"),
+        (
+            {"confidence_eos_eot_inf": True},
+            None,
+            "expected no confidence_eos_eot_inf, since the model names no end-of-turn token",
+        ),
         ({"block_length": 0}, "block_length", "greater than or equal to 1, found 0"),
         ({"max_tokens": 10, "steps": 10}, None, "expected steps that are a multiple of the 3 blocks, found 10"),
         ({"steps": 7}, None, "expected steps that are a multiple of the 3 blocks, found 7"),
@@ -331,6 +358,7 @@ def test_a_bad_field_of_one_route_is_named(http: httpx2.Client, route: str, fiel
         {"mode": "dense"},
         {"remasking": "random"},
         {"tau": 0.9},
+        {"logits_eos_inf": True},
     ],
     ids=str,
 )
@@ -348,10 +376,12 @@ def test_the_other_apis_answer_too_and_refuse_the_same(http: httpx2.Client):
     assert message.json()["content"][0]["text"] == text
     assert response.json()["output"][0]["content"][0]["text"] == text
     assert message.json()["metrics"]["denoising"]["steps"] == response.json()["metrics"]["denoising"]["steps"]
+    usage = [each.json()["usage"] for each in (message, response)]
+    assert len({(each["denoising_passes"], each["tokens_per_pass"]) for each in usage}) == 1
     events = http.post("/v1/messages", json={**said, "stream": True}).text
+    assert f'"denoising_passes": {usage[0]["denoising_passes"]}' in events
     assert events.rstrip().endswith('data: {"type": "message_stop"}')
-    tool: dict[str, Any] = {"name": "f", "input_schema": {}}
-    for fields, param in (({"top_k": 5}, "top_k"), ({"tools": [tool]}, "tools"), ({"block_length": 8}, "block_length")):
+    for fields, param in (({"top_k": -2}, "top_k"), ({"block_length": 8}, "block_length")):
         refused = http.post("/v1/messages", json={**said, **fields})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     schema = {"format": {"type": "json_schema", "name": "x", "schema": {}}}

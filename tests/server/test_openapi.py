@@ -120,10 +120,13 @@ def test_the_description_of_a_diffusion_model_has_the_fields_of_its_steps(denois
             "mode",
             "remasking",
             "tau",
+            "first_alone",
+            "logits_eos_inf",
+            "confidence_eos_eot_inf",
         }
         assert denoising_body["properties"]["mode"]["anyOf"][0]["enum"] == ["dense", "prefix", "dual", "sparse"]
         assert denoising_body["properties"]["threshold"]["anyOf"][0] == {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
-        assert denoising_body["properties"]["top_k"]["anyOf"][0] == {"type": "integer", "minimum": -1, "maximum": 0}
+        assert denoising_body["properties"]["top_k"] == plain_body["properties"]["top_k"]
         assert f"{route}Body" not in schemas
     assert schemas["DenoisingCompletionBody"]["properties"]["prompt_logprobs"]["type"] == "null"
 

@@ -14,7 +14,7 @@ from tilewright.report.replay import ReplayToken
 
 def plain(request: Denoising) -> Denoising:
     """Returns the request with dense steps: the same quota, or one token per step for requests with a threshold."""
-    return replace(request, mode="dense", threshold=None, suffix_window=None)
+    return replace(request, mode="dense", threshold=None, suffix_window=None, first_alone=False)
 
 
 def run_steps(model: DiffusionModel, prompt: Sequence[int], request: Denoising) -> list[DenoisingStep]:

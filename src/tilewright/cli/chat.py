@@ -346,7 +346,6 @@ def chat(
     talk = Conversation(models.chat_template(console, templates, parse_special_in_content), system, values=values)
     sampling = options.sampling_for(models.folder(console))
     if is_diffusion(models, console):
-        options.refuse_for_denoising()
         denoising.check_mode()
         defaults = denoising.applied(DENOISING)
         lm = diffusion_model_options(models).load_model(console)

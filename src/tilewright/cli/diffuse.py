@@ -86,8 +86,20 @@ def diffuse(
     Args:
         prompt: texts to respond to, "-" for standard input; several texts form batches.
     """
+    respond(prompt, prompt_file, chat, models, devices, response.request(denoising), outputs)
+
+
+def respond(
+    prompt: Sequence[str],
+    prompt_file: Path | None,
+    chat: bool,
+    models: DiffusionModelOptions,
+    devices: DeviceOptions,
+    request: Denoising,
+    outputs: DiffuseOutputs,
+) -> None:
+    """Denoises a response to every prompt with one request's options, and shows each step."""
     console = outputs.console()
-    request = response.request(denoising)
     otherwise = [held_out_problems(1)[0].prompt] if models.model == DEMO else []
     examples = gather_prompts(prompt, prompt_file, models.model, otherwise, diffuse)
     template = models.prompt_template(chat, console)
@@ -108,6 +120,8 @@ def diffuse(
         "finish_reason": "finish_reason",
         "seed": "seed",
         "committed": "committed",
+        "passes": "passes",
+        "tokens_per_pass": "tokens_per_pass",
     }
     results = {name: [getattr(result, field) for result in run.results] for name, field in names.items()}
     settings = {**vars(request), "saliency": vars(request.saliency)}

@@ -26,6 +26,8 @@ from tilewright.train.arithmetic import Problem, problems
 
 DEMO = "demo-diffusion"
 """Name of the packaged diffusion model, which works out sums digit by digit."""
+FOR_BLOCKS = ("strategy", "small_block_size", "edit_threshold", "max_post_steps")
+"""Settings that only models with blocks have."""
 
 
 @option_class(group=MODEL)
@@ -68,6 +70,11 @@ class DenoisingSettings:
         remasking: ranking of masked positions: "low_confidence" (the default) or "random" from LLaDA; "origin", "maskgit_plus",
             "topk_margin" or "entropy" from Dream.
         suffix_window: positions after the block that a step sees. By default all.
+        first_alone: prefix and dual, with shifted logits: the first step of a block commits its first position alone, and later
+            steps begin at the block, as Fast-dLLM's for Dream. By default false.
+        logits_eos_inf: never choose an end-of-sequence token, as LLaDA's option. By default false.
+        confidence_eos_eot_inf: rank positions as if ends of the sequence and of the turn had no probability, as LLaDA's option.
+            By default false.
         guidance: scale of classifier-free guidance; each step then computes two sequences. By default 0, none.
         tau: sparse: a position is salient if the cosine similarity of its attention output with the step before is below this.
             By default 0.99; above 1, all positions are salient.
@@ -78,6 +85,7 @@ class DenoisingSettings:
         keep_prompt: sparse: steps that compute the whole sequence update the prompt's positions. By default true.
         boundary: sparse, with shifted logits: compute the position before the response, which predicts its first token. By
             default true.
+        whole_until: sparse: steps up to this number compute the whole sequence. By default 0; 4 in the published code.
     """
 
     mode: Mode | None = None
@@ -90,6 +98,9 @@ class DenoisingSettings:
     max_post_steps: int | None = None
     remasking: Remasking | None = None
     suffix_window: int | None = None
+    first_alone: bool | None = None
+    logits_eos_inf: bool | None = None
+    confidence_eos_eot_inf: bool | None = None
     guidance: float | None = None
     tau: float | None = None
     full_steps: int | None = None
@@ -98,6 +109,7 @@ class DenoisingSettings:
     keep_changed: bool | None = None
     keep_prompt: bool | None = None
     boundary: bool | None = None
+    whole_until: int | None = None
 
     def set_values(self, *names: str) -> dict[str, Any]:
         """Returns the settings among the named ones that have a value."""
@@ -109,11 +121,12 @@ class DenoisingSettings:
         Raises:
             ValueError: a value is out of its range, or values exclude each other.
         """
-        if wrong := self.set_values("strategy", "small_block_size", "edit_threshold", "max_post_steps"):
+        if wrong := self.set_values(*FOR_BLOCKS):
             found = ", ".join(wrong)
             raise ValueError(f"--denoising: {found} is for models whose blocks are denoised; this one has remasking")
-        named = self.set_values("mode", "threshold", "steps", "block_length", "remasking", "suffix_window", "guidance")
-        saliency = replace(defaults.saliency, **self.set_values(*vars(Saliency())))
+        sparse = vars(Saliency())
+        named = self.set_values(*(name for name in vars(DenoisingSettings()) if name not in (*sparse, *FOR_BLOCKS)))
+        saliency = replace(defaults.saliency, **self.set_values(*sparse))
         return replace(defaults, saliency=saliency, **(named | changes))
 
     def for_blocks(self) -> BlockDenoising:
@@ -122,7 +135,7 @@ class DenoisingSettings:
         Raises:
             ValueError: a value is out of its range, or a setting is for other models.
         """
-        used = ("strategy", "threshold", "steps", "small_block_size", "edit_threshold", "max_post_steps")
+        used = ("threshold", "steps", *FOR_BLOCKS)
         if wrong := self.set_values(*(name for name in vars(self) if name not in used)):
             raise ValueError(f"--denoising: expected {', '.join(used)} for a model with blocks, found {', '.join(wrong)}")
         return BlockDenoising(**self.set_values(*used))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from tilewright.bench.compare import compare, environment
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.speculative import encoded
 from tilewright.cli.common import AdaptedModelOptions, DeviceOptions, gather_prompts, given
-from tilewright.cli.diffuse import DiffuseOutputs, ResponseOptions, diffuse
+from tilewright.cli.diffuse import DiffuseOutputs, ResponseOptions, respond
 from tilewright.cli.diffusion_options import (
     DenoisingOption,
     DenoisingSettings,
@@ -35,6 +35,7 @@ from tilewright.cli.options import (
 )
 from tilewright.cli.outputs import OutputFiles, progress, working, write_json, write_replay_page
 from tilewright.compiled.ledger import Ledger
+from tilewright.diffusion.options import SAMPLED
 from tilewright.llm.acceptance import generation_figures, num_spec_tokens
 from tilewright.llm.chosen import chosen_figures, round_drafters
 from tilewright.llm.language_model import LanguageModel
@@ -118,10 +119,11 @@ class SamplingOptions:
         return Sampling(**{**(defaults or {}), **chosen, "logit_bias": tuple(map(biased_token, self.sampling.logit_bias))})
 
     def refuse_for_denoising(self) -> None:
-        """Raises a `ValueError` for options that diffusion models do not support."""
-        wrong = changed_options(self, "top_k")
-        if replace(self.sampling, ignore_eos=False) != SamplingSettings():
-            wrong.append("--sampling with other keys than ignore_eos")
+        """Raises a `ValueError` for options of texts, which are not searched while they are denoised."""
+        wrong = changed_options(self, "stop")
+        for name in ("include_stop", "skip_special_tokens"):
+            if getattr(self.sampling, name) != getattr(SamplingSettings(), name):
+                wrong.append(f"--sampling {name}")
         if wrong:
             raise ValueError(f"{wrong[0]} is for models that decode token by token; this one denoises")
 
@@ -190,7 +192,10 @@ def generate(
             figures |= comparison(lm, tokens, sampling, notes)
             if figures["chosen"] is not None:
                 notes.print(terminal.chosen_line(figures["chosen"]), markup=False, soft_wrap=True)
-    results = {name: [getattr(each, name) for each in generation] for name in ("text", "tokens", "finish_reason", "seed")}
+    names = ["text", "tokens", "finish_reason", "seed"]
+    if sum(each.passes for each in generation):
+        names += ["passes", "tokens_per_pass"]
+    results = {name: [getattr(each, name) for each in generation] for name in names}
     write_json(outputs.json_file, {**figures, **ledger.figures(), **environment(lm), **results})
     if outputs.replay is not None and not interrupted:
         titled = [(f"prompt {n}", each) for n, each in enumerate(tokens, 1)]
@@ -214,26 +219,17 @@ def denoise(
         ValueError: an option is not supported by diffusion models.
     """
     options.refuse_for_denoising()
-    others = [*(["--compare"] if outputs.compare_both else []), *changed_options(options, "stop"), *changed_options(templates)]
+    others = [*(["--compare"] if outputs.compare_both else []), *changed_options(templates)]
     if others:
         raise ValueError(f"{others[0]} is for models that decode token by token; {models.model} denoises")
     length = options.max_new_tokens if changed_options(options, "max_new_tokens") else ResponseOptions.new_tokens
-    diffuse(
-        *prompt,
-        prompt_file=prompt_file,
-        chat=bool(chat),
-        models=diffusion_model_options(models),
-        devices=devices,
-        response=ResponseOptions(
-            new_tokens=given(length, ResponseOptions.new_tokens),
-            temperature=given(options.temperature, 0.0),
-            top_p=given(options.top_p, 1.0),
-            seed=options.seed,
-            ignore_eos=options.sampling.ignore_eos,
-        ),
-        denoising=denoising,
-        outputs=DiffuseOutputs(json_file=outputs.json_file, replay=outputs.replay),
+    denoising.check_mode()
+    sampling = options.parameters({"temperature": 0.0})
+    request = denoising.applied(
+        new_tokens=given(length, ResponseOptions.new_tokens), **{name: getattr(sampling, name) for name in SAMPLED}
     )
+    shown = DiffuseOutputs(json_file=outputs.json_file, replay=outputs.replay)
+    respond(prompt, prompt_file, bool(chat), diffusion_model_options(models), devices, request, shown)
 
 
 def end_line(lm: LanguageModel, generation: Generation, sampling: Sequence[Sampling], chosen: Mapping[str, Any] | None) -> str:
@@ -242,6 +238,8 @@ def end_line(lm: LanguageModel, generation: Generation, sampling: Sequence[Sampl
     tokens = sum(len(result.tokens) for result in results)
     rounds = sum(len(result.acceptance_lengths) for result in results) if lm.drafter is not None else 0
     parts = [terminal.answer_line(tokens, generation.decode_seconds, rounds, chosen or {"choices": []})] if tokens else []
+    if passes := sum(result.passes for result in results):
+        parts.append(f"{tokens / passes:.2f} tokens per pass")
     ends = Counter(ending(result, each) for result, each in zip(results, sampling, strict=True))
     parts += [end if len(results) == 1 else f"{count} {end}" for end, count in ends.items()]
     if len(results) == 1 and results[0].seed is not None:

@@ -119,6 +119,14 @@ class CapacityOptions(MemoryOptions):
     compile: Annotated[CompileSettings, settings(CompileSettings, "programs to compile")] = CompileSettings()
     wait_for_programs: Annotated[Flag, Parameter(group=COMMON)] = False
 
+    @property
+    def constraints(self) -> bool:
+        """True if requests may have structured output. Raises a `ValueError` if that needs llguidance, which is missing."""
+        structured_output = self.compile.structured_output
+        if structured_output and not is_installed():
+            raise ValueError("--compile structured_output=true needs llguidance: pip install 'tilewright[grammar]'")
+        return is_installed() if structured_output is None else structured_output
+
     def options_for_denoising(self) -> dict[str, Any]:
         """Returns keyword arguments of `DiffusionEngineOptions`.
 
@@ -129,7 +137,7 @@ class CapacityOptions(MemoryOptions):
         wrong += [
             f"--memory {name}" for name in ("fraction", "prefix_cache", "state_snapshots") if name in changed(self.memory)
         ]
-        wrong += [f"--compile {name}" for name in ("shapes", "structured_output") if name in changed(self.compile)]
+        wrong += [f"--compile {name}" for name in ("shapes",) if name in changed(self.compile)]
         if wrong:
             raise ValueError(f"{wrong[0]} is for models that decode token by token; this one denoises")
         page_size = given(self.memory.page_size, EngineOptions.page_size)
@@ -137,13 +145,10 @@ class CapacityOptions(MemoryOptions):
 
     def served_options(self, limits: "LimitSettings") -> EngineOptions:
         """Makes the options of an engine that decodes token by token."""
-        structured_output = self.compile.structured_output
-        if structured_output and not is_installed():
-            raise ValueError("--compile structured_output=true needs llguidance: pip install 'tilewright[grammar]'")
         return EngineOptions(
             None if self.compile.shapes is None else read_table(self.compile.shapes),
             slots=self.slots,
-            constraints=is_installed() if structured_output is None else structured_output,
+            constraints=self.constraints,
             guard=self.compile.guard,
             **self.engine_options(),
             **limits.queue,
@@ -443,7 +448,9 @@ def engine_of(
     check_processes(devices)
     if denoises:
         shared = {**capacity.options_for_denoising(), **limits.queue}
-        return diffusion_engine(models, devices, denoising, capacity.slots, shared, console), None
+        constraints = capacity.constraints
+        engine, model = diffusion_engine(models, devices, denoising, capacity.slots, shared, console)
+        return engine, Constrain(model, GRAMMAR_S) if constraints else None
     blocks = denoising.for_decoder(models.folder(console))
     options = capacity.served_options(limits)
     lm = models.load(console, devices, capacity.context, None if blocks is None else "blocks")

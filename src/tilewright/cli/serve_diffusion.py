@@ -11,6 +11,7 @@ from tilewright.cli.diffusion_options import DenoisingSettings, diffusion_model_
 from tilewright.diffusion.engine_options import DENOISING, ROWS, DiffusionEngineOptions
 from tilewright.diffusion.options import MODES, Denoising, Mode
 from tilewright.diffusion.programs import DiffusionTable
+from tilewright.llm.diffusion_model import DiffusionModel
 from tilewright.models import diffusion
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import batches_for
@@ -75,8 +76,9 @@ def diffusion_engine(
     slots: int | None,
     shared: Mapping[str, Any],
     console: Console,
-) -> Engine:
-    """Makes the engine of a diffusion model. Options are checked before the weights are read."""
+) -> tuple[Engine, DiffusionModel]:
+    """Makes the engine of a diffusion model, and loads the model. Options are checked before the weights are read."""
     sizes = diffusion.read_diffusion(models.folder(console)).decoder
     options = denoising.engine_options(slots, shared, sizes.max_position_embeddings)
-    return diffusion_model_options(models).load_model(console, devices=devices).engine(options)
+    model = diffusion_model_options(models).load_model(console, devices=devices)
+    return model.engine(options), model

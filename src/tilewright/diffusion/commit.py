@@ -68,6 +68,7 @@ def choose(
     positions: Int32[Array, "B K"],
     steps: Int32[Array, " B"],
     mask_token_id: int,
+    unranked: Bool[Array, "B V"] | None = None,
 ) -> Choices:
     """Chooses a token at each of `positions`, from the logits that predict it; a mask is never chosen.
 
@@ -76,6 +77,7 @@ def choose(
 
     Args:
         rule: index of each row's rule in `REMASKING`.
+        unranked: tokens whose logits are -inf for the probabilities of a row; they may be chosen. None for no such tokens.
     """
     logits = jnp.where(jnp.arange(logits.shape[-1]) == mask_token_id, -jnp.inf, logits)
     rule = jnp.asarray(rule)
@@ -88,9 +90,16 @@ def choose(
         chance = jax.vmap(jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1))))(keys)
         return slice_row(row, logits), keys, chance
 
+    def ranking(row: Array, row_logits: Array) -> Array:
+        """Returns the logits whose probabilities rank a row's positions."""
+        if unranked is None:
+            return row_logits
+        return jnp.where(slice_row(row, unranked)[:, None], -jnp.inf, row_logits)
+
     def ranked(row: Array, found: Choices) -> Choices:
         row_logits, _, chance = inputs(row)
-        return with_row(found, row, ranked_by(slice_row(row, rule), row_logits, slice_row(row, found.token), chance))
+        token = slice_row(row, found.token)
+        return with_row(found, row, ranked_by(slice_row(row, rule), ranking(row, row_logits), token, chance))
 
     def drawn(row: Array, found: Choices) -> Choices:
         row_logits, keys, chance = inputs(row)
@@ -101,11 +110,13 @@ def choose(
         noisy = drawn_from + jnp.where(temperature[row] > 0, step_noise(keys, row_logits.shape[-1]), 0.0)
         is_llada = row_rule[0] < len(LLADA_RULES)
         ranked_logits = jnp.where(is_llada, row_logits, drawn_from)
-        return with_row(found, row, ranked_by(row_rule, ranked_logits, argmax(noisy), chance))
+        return with_row(found, row, ranked_by(row_rule, ranking(row, ranked_logits), argmax(noisy), chance))
 
     likely = 1 / jnp.sum(jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), axis=-1)
     found = Choices(argmax(logits), likely, likely)
     by_likelihood = (rule == REMASKING.index("low_confidence")) | (rule == REMASKING.index("maskgit_plus"))
+    if unranked is not None:
+        by_likelihood &= ~jnp.any(unranked, axis=1)
     return for_each(draws, drawn, for_each(~by_likelihood & ~draws, ranked, found))
 
 
@@ -131,4 +142,6 @@ def commits(
     by_threshold = (rank == 0) | (choices.probability >= threshold)
     committed = jnp.where(threshold < ALWAYS, by_threshold, by_quota)
     origin = jnp.asarray(options.rule)[:, None] == REMASKING.index("origin")
-    return candidates & jnp.where(origin, choices.score < share, committed)
+    committed = jnp.where(origin, choices.score < share, committed)
+    alone = (jnp.asarray(options.first_alone) & (block_step == 0)) | jnp.asarray(options.left_to_right)
+    return candidates & jnp.where(alone[:, None], jnp.cumsum(candidates, axis=1) == 1, committed)

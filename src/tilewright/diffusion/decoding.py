@@ -22,7 +22,9 @@ from tilewright.diffusion.request import DenoisingRequest, check_room, encoded
 from tilewright.diffusion.state import SPANS
 from tilewright.diffusion.steps import NO_STEP, NOT_FINITE, STEPS_PER_DISPATCH
 from tilewright.models.tokenizer import StreamDecoder
+from tilewright.runtime.automata import WORD
 from tilewright.runtime.collect import NotFinite, token_logprobs
+from tilewright.runtime.constraints import Drafted, fill_blocks
 from tilewright.runtime.decoding import Plan, Prefilling
 from tilewright.runtime.groups import PageGroup
 from tilewright.runtime.output import OutputProcessor
@@ -30,8 +32,10 @@ from tilewright.runtime.pace import Pace
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.request import EngineStats, Listener, RequestHandle, RequestOutput, Round, Token
 from tilewright.runtime.runner import ProgramRunner
+from tilewright.runtime.sampling import check_vocabulary
 from tilewright.runtime.scheduler import Chunk, RunningSequence, Scheduler, TokenSequence
 from tilewright.runtime.shapes import ShapeTable
+from tilewright.runtime.stop_masks import without_stops
 
 
 @dataclass
@@ -91,6 +95,20 @@ def denoising_of(running: RunningSequence) -> Denoising:
     request = running.sequence.handle.request
     assert isinstance(request, DenoisingRequest)
     return request.denoising
+
+
+def is_constrained(batch: Sequence[RunningSequence]) -> bool:
+    """True if a row has a constraint."""
+    return any(running.sequence.constraint is not None for running in batch)
+
+
+def next_known(running: RunningSequence) -> int | None:
+    """Returns the next token of a row with a constraint that is computed again; None behind its last token, and for others."""
+    sequence = running.sequence
+    if sequence.constraint is None:
+        return None
+    place = sequence.handle.steps if running.row.begun else 0  # a step commits a token
+    return sequence.processor.tokens[place] if place < len(sequence.processor.tokens) else None
 
 
 class MaskedDenoising:
@@ -173,6 +191,15 @@ class MaskedDenoising:
             raise ValueError(f"expected a mode among {', '.join(self.options.modes)}, found {denoising.mode}")
         if denoising.guidance and not self.programs.kinds.guided:
             raise ValueError(f"expected no guidance, since this engine has no programs for it, found {denoising.guidance}")
+        check_vocabulary(request.sampling, self.vocab_size)
+        if request.constraint is not None and not self.eos_token_ids:
+            raise ValueError("expected no constraint, since the model has no end-of-sequence token")
+        if denoising.logits_eos_inf and not self.config.eos_token_ids:
+            raise ValueError("expected no logits_eos_inf, since the model names no end-of-sequence token")
+        if denoising.confidence_eos_eot_inf and self.config.eot_token_id is None:
+            raise ValueError("expected no confidence_eos_eot_inf, since the model names no end-of-turn token")
+        if denoising.first_alone and not self.config.shifted:
+            raise ValueError("expected no first_alone, since the model's logits predict their own positions")
         self.programs.shape([len(request.prompt)], [denoising])
         if request.logprobs is not None and not self.programs.kinds.logprobs:
             raise ValueError("expected no logprobs, since the compiled steps report none")
@@ -182,10 +209,16 @@ class MaskedDenoising:
 
     def sequence(self, request: DenoisingRequest, listener: Listener) -> TokenSequence:
         request = replace(request, denoising=request.denoising.seeded())
-        decoder = StreamDecoder(self.tokenizer, prompt=request.prompt)
-        processor = OutputProcessor(0, list(request.prompt), request.sampling, decoder)
+        sampling = request.sampling
+        decoder = StreamDecoder(self.tokenizer, sampling.skip_special_tokens, request.prompt, request.constraint is not None)
+        constraint = None
+        if request.constraint is not None:  # the constraint ends the text itself
+            constraint = without_stops(request.constraint.begin(), sampling.stop_token_ids, self.tokenizer, self.eos_token_ids)
+            sampling = replace(sampling, stop=(), stop_token_ids=())
+            request = replace(request, denoising=replace(request.denoising, left_to_right=True))
+        processor = OutputProcessor(0, list(request.prompt), sampling, decoder)
         room = len(request.prompt) + request.denoising.new_tokens
-        return TokenSequence(RequestHandle(request), listener, processor, room=room)
+        return TokenSequence(RequestHandle(request), listener, processor, constraint=constraint, room=room)
 
     def begin(self, sequence: TokenSequence) -> DenoisingRow:
         return DenoisingRow()
@@ -196,13 +229,16 @@ class MaskedDenoising:
     def prepare_plan(
         self, flight: Sequence[Any], batch: Sequence[RunningSequence]
     ) -> tuple[bool, Sequence[tuple[TokenSequence, str]]]:
-        return False, ()
+        # Behind a step under a mask, the host has to know the token before it makes the next mask.
+        return is_constrained(batch), ()
 
     def plan(self, batch: Sequence[RunningSequence], most: int | None = None) -> Plan:
         prompts = [len(running.sequence.processor.prompt) for running in batch]
         shape = self.programs.shape(prompts, [denoising_of(running) for running in batch])
         if self.runner.existing is not None:
             shape = self.runner.first_existing(DiffusionKey("steps", each) for each in self.programs.replacing(shape)).shape
+        if is_constrained(batch):
+            return Plan(shape, 1, 0, "host")
         steps = self.pace.most(self.pace.seconds.get(shape), bool(self.scheduler.waiting))
         return Plan(shape, steps if most is None else min(most, steps), 0)
 
@@ -230,7 +266,27 @@ class MaskedDenoising:
             table=self.runner.table(batch, shape.batch, -(-shape.positions // size) * size),
             limit=np.int32(steps),
             wants_logprobs=np.pad([running.sequence.wants_logprobs for running in batch], (0, shape.batch - len(batch))),
+            allowed=self.masks(batch, shape.batch) if is_constrained(batch) else inputs.allowed,
         )
+
+    def masks(self, batch: Sequence[RunningSequence], rows: int) -> np.ndarray:
+        """Returns the masks of the next token of each row, `[rows, W]`.
+
+        A row that is computed again repeats the tokens that it has, since its constraint is behind them.
+
+        Raises:
+            ConstraintError: the constraint of a row cannot make its mask.
+        """
+        repeated = [next_known(running) for running in batch]
+        states = [
+            running.sequence.constraint if token is None else None for running, token in zip(batch, repeated, strict=True)
+        ]
+        masks = fill_blocks([Drafted(state, ()) for state in states], rows, 1, self.vocab_size).masks[:, 0]
+        for row, token in enumerate(repeated):
+            if token is not None:
+                masks[row] = 0
+                masks[row, token // WORD] = 1 << token % WORD
+        return masks
 
     def read(self, sent: SentSteps) -> StepsReport:
         outputs = jax.tree.map(np.asarray, sent.outputs)
@@ -255,8 +311,9 @@ class MaskedDenoising:
         mask = self.config.mask_token_id
         first = len(processor.prompt)
         response = report.outputs.tokens[row, first : first + denoising_of(running).new_tokens].tolist()
+        left_to_right = denoising_of(running).left_to_right
         committed = int(report.outputs.block_start[row]) - first
-        until = (response.index(mask) if mask in response else len(response)) if done else committed
+        until = (response.index(mask) if mask in response else len(response)) if done or left_to_right else committed
         delivered = len(processor.tokens)
         new = response[delivered:until]
         if not new:
@@ -274,6 +331,10 @@ class MaskedDenoising:
         reason = processor.finish_reason
         assert reason != "interrupted"
         assert reason is not None or not done, "a row is done only at the end of its response"
+        if running.sequence.constraint is not None:
+            running.sequence.handle.masks.add("host")
+            if reason is None:
+                running.sequence.constraint.advance(new)
         return RequestOutput(tokens, (Round(len(tokens), 0, 0, f"{steps} steps"),), reason)
 
     def count(self, sent: SentSteps, report: StepsReport, counted: EngineStats) -> None:

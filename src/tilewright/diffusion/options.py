@@ -31,6 +31,22 @@ Mode = Literal["dense", "prefix", "dual", "sparse"]
 salient ones."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 
+SAMPLED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "ignore_eos",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+    "stop_token_ids",
+)
+"""Options of `Sampling` that are options of `Denoising`, with the same names."""
+
 TIME_EPSILON = 1e-3
 """End of Dream's schedule of times."""
 FAR = 2**30
@@ -54,6 +70,7 @@ class Saliency:
         keep_changed: tokens committed in the step before are salient in every layer.
         keep_prompt: prompts catch up on the changes of steps that computed the response only.
         boundary: with shifted logits, the window of a response includes the position before it, which predicts its first token.
+        whole_until: steps up to this number compute the whole sequence; 4 in the published code, whatever `full_steps` is.
     """
 
     tau: float = 0.99
@@ -63,6 +80,7 @@ class Saliency:
     keep_changed: bool = True
     keep_prompt: bool = True
     boundary: bool = True
+    whole_until: int = 0
 
     def __post_init__(self) -> None:
         for good, expected, found in (
@@ -71,6 +89,7 @@ class Saliency:
             (self.full_steps <= MOST_STEPS, f"at most {MOST_STEPS} full steps", self.full_steps),
             (self.every >= 1, "whole-sequence steps every 1 step or more", self.every),
             (self.every <= MOST_STEPS, f"whole-sequence steps every {MOST_STEPS} steps or less", self.every),
+            (0 <= self.whole_until <= MOST_STEPS, f"whole_until from 0 to {MOST_STEPS}", self.whole_until),
         ):
             if not good:
                 raise ValueError(f"expected {expected}, found {found}")
@@ -94,6 +113,18 @@ class Denoising:
             all.
         guidance: scale of classifier-free guidance, `un + (guidance + 1) * (with the prompt - un)`; 0 for none.
         ignore_eos: continues past the end-of-sequence token.
+        logits_eos_inf: never chooses an end-of-sequence token (LLaDA, appendix B.4).
+        confidence_eos_eot_inf: ranks positions by probabilities in which end-of-turn and end-of-sequence tokens have none, so
+            that they are committed late ("low_confidence" only). With a temperature this holds for end-of-turn tokens alone, as
+            in the published `generate.py`, which then changes a copy of the logits.
+        first_alone: with shifted logits and a cache, the first step of a block commits the block's first position alone, and
+            later steps compute nothing before the block, as in the published Fast-dLLM for Dream. By default the first step
+            commits by the rule, and later steps also compute the position before the block, which predicts its first token.
+        top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, min_tokens, stop_token_ids: as in
+            `runtime.sampling.Sampling`. The history of a position is the prompt, and the tokens before it that were committed
+            before the step.
+        left_to_right: each step commits the block's first mask alone, whatever the rule, and the token is delivered at once.
+            Requests with a constraint are denoised so, since only the text before a token tells which tokens it may be.
     """
 
     new_tokens: int = 128
@@ -109,6 +140,18 @@ class Denoising:
     suffix_window: int | None = None
     guidance: float = 0.0
     ignore_eos: bool = False
+    logits_eos_inf: bool = False
+    confidence_eos_eot_inf: bool = False
+    first_alone: bool = False
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    left_to_right: bool = False
 
     def __post_init__(self) -> None:
         for name, value, values in (("remasking", self.remasking, REMASKING), ("mode", self.mode, MODES)):
@@ -148,6 +191,21 @@ class Denoising:
                 self.suffix_window,
             ),
             (0 <= self.guidance < float("inf"), "guidance of at least 0", self.guidance),
+            (
+                not self.confidence_eos_eot_inf or self.remasking == "low_confidence",
+                "remasking low_confidence with confidence_eos_eot_inf",
+                self.remasking,
+            ),
+            (not self.first_alone or self.mode in ("prefix", "dual"), "the mode prefix or dual with first_alone", self.mode),
+        ):
+            if not good:
+                raise ValueError(f"expected {expected}, found {found}")
+        for good, expected, found in (
+            (
+                not self.first_alone or self.block_steps > 1 or block == 1,
+                "at least 2 steps a block with first_alone",
+                self.steps,
+            ),
         ):
             if not good:
                 raise ValueError(f"expected {expected}, found {found}")
@@ -175,7 +233,8 @@ class Denoising:
         return replace(self, seed=Sampling(temperature=1.0).seeded().seed)
 
     def sampling(self) -> Sampling:
-        return Sampling(1, self.temperature, self.top_p, seed=self.seed)
+        same = {name: getattr(self, name) for name in SAMPLED}
+        return Sampling(max(self.new_tokens, 1), **same)
 
     def shares(self) -> np.ndarray:
         """Returns the share of the remaining masks that each step of a block unmasks (Dream), float64 `[block_steps]`."""
@@ -186,14 +245,15 @@ class Denoising:
         """Returns the number of tokens that each step of a block commits, int32 `[block_steps]`.
 
         LLaDA's rules have even shares, with the remainder in the first steps. Dream's rules round its shares of the remaining
-        masks down to whole tokens.
+        masks down to whole tokens. With `first_alone` the first step commits one token, and the others share the rest.
         """
+        counts = [1] if self.first_alone else []
+        left = self.block - len(counts)
+        steps = self.block_steps - len(counts)
         if self.remasking in LLADA_RULES:
-            base, remainder = divmod(self.block, self.block_steps)
-            return np.asarray([base + (n < remainder) for n in range(self.block_steps)], np.int32)
-        left = self.block
-        counts = []
-        for share in self.shares():
+            base, remainder = divmod(left, max(steps, 1))
+            return np.asarray(counts + [base + (n < remainder) for n in range(steps)], np.int32)
+        for share in self.shares()[len(counts) :]:
             counts.append(int(left * share))
             left -= counts[-1]
         return np.asarray(counts, np.int32)
@@ -208,6 +268,7 @@ class RowOptions:
         quotas, shares: `[B, K]`, K being the longest block of the program.
         rule: index of `remasking` in `REMASKING`; `mode` is an index in `MODES`.
         threshold: above 1 for rows that commit a quota.
+        sampling: its prompt lengths are 0; those of the rows are in the state.
         suffix_window: `FAR` for all positions.
     """
 
@@ -224,17 +285,23 @@ class RowOptions:
     keep_changed: Any
     keep_prompt: Any
     boundary: Any
+    whole_until: Any
     suffix_window: Any
     guidance: Any
     ignore_eos: Any
+    logits_eos_inf: Any
+    confidence_eos_eot_inf: Any
+    first_alone: Any
+    left_to_right: Any
     sampling: RowSampling
 
 
-def row_options(requests: Sequence[Denoising], longest: int) -> RowOptions:
+def row_options(requests: Sequence[Denoising], longest: int, eos: tuple[int, ...] = ()) -> RowOptions:
     """Gathers requests into arrays, on the host.
 
     Args:
         longest: K.
+        eos: the model's end-of-sequence tokens, for requests with `min_tokens`.
     """
 
     def each(values: Sequence[Any], dtype: Any) -> np.ndarray:
@@ -258,14 +325,19 @@ def row_options(requests: Sequence[Denoising], longest: int) -> RowOptions:
         keep_changed=each([s.keep_changed for s in sparse], bool),
         keep_prompt=each([s.keep_prompt for s in sparse], bool),
         boundary=each([s.boundary for s in sparse], bool),
+        whole_until=each([s.whole_until for s in sparse], np.int32),
         suffix_window=each([FAR if r.suffix_window is None else min(r.suffix_window, FAR) for r in requests], np.int32),
         guidance=each([r.guidance for r in requests], np.float32),
         ignore_eos=each([r.ignore_eos for r in requests], bool),
-        sampling=row_sampling([r.sampling() for r in requests], [0] * len(requests)),
+        logits_eos_inf=each([r.logits_eos_inf for r in requests], bool),
+        confidence_eos_eot_inf=each([r.confidence_eos_eot_inf for r in requests], bool),
+        first_alone=each([r.first_alone for r in requests], bool),
+        left_to_right=each([r.left_to_right for r in requests], bool),
+        sampling=row_sampling([r.sampling() for r in requests], [0] * len(requests), eos=eos),
     )
 
 
 @lru_cache(maxsize=256)
-def one_row(request: Denoising, longest: int) -> RowOptions:
+def one_row(request: Denoising, longest: int, eos: tuple[int, ...]) -> RowOptions:
     """Returns the row of `row_options` for a request. The dispatches of an engine share it; do not write to it."""
-    return row_options([request], longest)
+    return row_options([request], longest, eos)

@@ -32,6 +32,7 @@ from tilewright.diffusion.window import BUCKETS, LayerCache, allocate, cache_wid
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.stack import TRACED_ONCE
+from tilewright.runtime.automata import ALL, words
 from tilewright.runtime.layout import LARGEST_PAGE, Layout, WindowPages
 from tilewright.runtime.logprobs import MOST_ALTERNATIVES, Logprobs
 from tilewright.runtime.placement import compile_allocate, compile_step
@@ -175,6 +176,7 @@ class DispatchInputs(NamedTuple):
         start, stop: first position of the response, and the position behind it, `[b]`.
         limit: the most steps.
         wants_logprobs: rows that want log-probabilities, `[b]`.
+        allowed: bits of the tokens that rows from left to right may commit next, uint32 `[b, ceil(V / 32)]`.
     """
 
     slots: Any
@@ -187,6 +189,7 @@ class DispatchInputs(NamedTuple):
     options: RowOptions
     limit: Any
     wants_logprobs: Any
+    allowed: Any
 
 
 class DispatchOutputs(NamedTuple):
@@ -239,6 +242,7 @@ def initial_state(rows: dict[str, Any], caches: Any, inputs: DispatchInputs) -> 
         caches=caches,
         wants_logprobs=inputs.wants_logprobs if rows["logprobs"] is not None else None,
         logprobs=rows["logprobs"],
+        allowed=inputs.allowed,
     )
 
 
@@ -428,7 +432,12 @@ class DenoisingPrograms(Store[DiffusionKey]):
         tokens = np.full((shape.batch, shape.positions), self.config.mask_token_id, np.int32)
         table = np.full((self.layout.groups, shape.batch, -(-shape.positions // self.layout.page_size)), -1, np.int32)
         options = row_options([Denoising(1)] * shape.batch, shape.block)
-        return DispatchInputs(slots, table, none, none.copy(), tokens, zeros, zeros.copy(), options, np.int32(0), none.copy())
+        rows = (none, none.copy(), tokens, zeros, zeros.copy(), options)
+        return DispatchInputs(slots, table, *rows, np.int32(0), none.copy(), self.all_allowed(shape.batch))
+
+    def all_allowed(self, rows: int) -> np.ndarray:
+        """Returns bits that allow every token, `[rows, ceil(V / 32)]`."""
+        return np.full((rows, words(self.config.decoder.vocab_size)), ALL, np.uint32)
 
     def inputs(
         self, shape: DiffusionShape, prompts: Sequence[Sequence[int]], requests: Sequence[Denoising], fresh: Sequence[bool]
@@ -442,7 +451,9 @@ class DenoisingPrograms(Store[DiffusionKey]):
         empty.running[: len(prompts)] = True
         empty.fresh[: len(prompts)] = fresh
         padded = [*requests, *[Denoising(1)] * (shape.batch - len(prompts))]
-        options = jax.tree.map(lambda *each: np.concatenate(each), *(one_row(each, shape.block) for each in padded))
+        options = jax.tree.map(
+            lambda *each: np.concatenate(each), *(one_row(each, shape.block, self.config.eos_token_ids) for each in padded)
+        )
         return empty._replace(options=options)
 
     def batch(self, shape: DiffusionShape, prompts: Sequence[Sequence[int]], requests: Sequence[Denoising]) -> DiffusionState:

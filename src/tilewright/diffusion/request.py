@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer
 
-from tilewright.diffusion.options import Denoising
+from tilewright.diffusion.options import SAMPLED, Denoising
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.tokenizer import encode
+from tilewright.runtime.constraints import Constraint
 from tilewright.runtime.logprobs import MOST_ALTERNATIVES
 from tilewright.runtime.request import check_deadline
 from tilewright.runtime.sampling import Sampling
@@ -23,9 +24,11 @@ class DenoisingRequest:
         stop: strings that end the response once they occur in finished blocks.
         deadline_s: seconds after which the request is ended, waiting or running; None for no deadline.
         max_tokens: number of the response's tokens that are delivered; None for all.
+        include_stop, skip_special_tokens: as in `Sampling`.
+        constraint: rule that the text must follow, from left to right, as in `GenerateRequest`; None for free text.
         logprobs: number of alternatives, from 0 to 20, whose log-probabilities come with those of each token, from the step
             that committed the token; None for no log-probabilities. They are computed from the model's logits without the mask
-            token's, before temperature and filters.
+            token's, after biases, penalties and constraints, before temperature and filters.
     """
 
     prompt: Sequence[int]
@@ -34,6 +37,9 @@ class DenoisingRequest:
     deadline_s: float | None = None
     max_tokens: int | None = None
     logprobs: int | None = None
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         check_deadline(self.deadline_s)
@@ -41,15 +47,19 @@ class DenoisingRequest:
             raise ValueError(f"expected max_tokens of at least 1, found {self.max_tokens}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_ALTERNATIVES:
             raise ValueError(f"expected logprobs from 0 to {MOST_ALTERNATIVES}, found {self.logprobs}")
-        Sampling(stop=self.stop)  # validates the strings
+        assert self.sampling  # validates the strings, and the length
+        options = self.denoising
+        endless = {"ignore_eos": options.ignore_eos, "min_tokens": options.min_tokens, "logits_eos_inf": options.logits_eos_inf}
+        if self.constraint is not None and any(endless.values()):
+            found = next(name for name, value in endless.items() if value)
+            raise ValueError(f"expected no {found} with a constraint, which ends the text itself")
 
     @property
     def sampling(self) -> Sampling:
-        options = self.denoising
-        most = options.new_tokens if self.max_tokens is None else min(self.max_tokens, options.new_tokens)
-        return Sampling(
-            most, options.temperature, options.top_p, seed=options.seed, stop=self.stop, ignore_eos=options.ignore_eos
-        )
+        options = self.denoising.sampling()
+        most = options.max_new_tokens if self.max_tokens is None else min(self.max_tokens, options.max_new_tokens)
+        texts = {name: getattr(self, name) for name in ("stop", "include_stop", "skip_special_tokens")}
+        return replace(options, max_new_tokens=most, **texts)
 
 
 def encoded(config: DiffusionConfig, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
@@ -70,15 +80,22 @@ def encoded(config: DiffusionConfig, tokenizer: Tokenizer, prompt: str | Sequenc
 
 
 def request_of(prompt: Sequence[int], sampling: Sampling, defaults: Denoising) -> DenoisingRequest:
-    """Returns a request with the length and randomness of a sampling, and the other options of `defaults`.
+    """Returns a request with the options of a sampling, and the other options of `defaults`.
 
     A response has whole blocks; tokens behind the sampling's length are not delivered.
     """
     wanted = sampling.max_new_tokens
     block = wanted if defaults.block_length is None else defaults.block_length
-    drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p", "seed", "ignore_eos")}
-    denoising = replace(defaults, new_tokens=-(-wanted // block) * block, **drawn)
-    return DenoisingRequest(prompt, denoising, sampling.stop, max_tokens=wanted)
+    same = {name: getattr(sampling, name) for name in SAMPLED}
+    denoising = replace(defaults, new_tokens=-(-wanted // block) * block, **same)
+    return DenoisingRequest(
+        prompt,
+        denoising,
+        sampling.stop,
+        max_tokens=wanted,
+        include_stop=sampling.include_stop,
+        skip_special_tokens=sampling.skip_special_tokens,
+    )
 
 
 def check_room(tokens: Sequence[int], request: Denoising, context: int) -> None:

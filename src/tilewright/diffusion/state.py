@@ -36,6 +36,7 @@ class DiffusionState:
         caches: one for each layer (`window.LayerCache`); empty if every step is dense.
         wants_logprobs: `[B]`: rows that want log-probabilities; None if no row can want them.
         logprobs: log-probabilities of each position (`runtime.logprobs.Logprobs`) at its commit; None likewise.
+        allowed: bits of the tokens that rows from left to right may commit next, uint32 `[B, ceil(V / 32)]`.
     """
 
     tokens: Any
@@ -50,6 +51,7 @@ class DiffusionState:
     caches: Any
     wants_logprobs: Any = None
     logprobs: Any = None
+    allowed: Any = None
 
     @property
     def block_stop(self) -> Int[Array, " B"]:
@@ -91,11 +93,12 @@ def plan(state: DiffusionState, shifted: bool) -> StepPlan:
     # A new block makes positions visible that no cache has yet.
     shows_more = (jnp.asarray(options.suffix_window) < FAR) & (state.block_step == 0)
     mode = [jnp.asarray(options.mode) == n for n in range(len(MODES))]
-    back = jnp.where(jnp.asarray(options.boundary) | ~mode[MODES.index("sparse")], 1, 0) if shifted else 0
     sparse = mode[MODES.index("sparse")]
+    boundary = jnp.where(sparse, options.boundary, ~jnp.asarray(options.first_alone))
+    back = boundary.astype(jnp.int32) if shifted else 0
     cached = mode[MODES.index("prefix")] | mode[MODES.index("dual")]
     full = (number <= options.full_steps) | shows_more
-    narrow = sparse & ~full & (number % options.every != 0)
+    narrow = sparse & ~full & (number > options.whole_until) & (number % options.every != 0)
     within = cached & (state.block_step > 0)
     response = jnp.maximum(state.start - back, 0)
     first = jnp.where(narrow, response, jnp.where(within, jnp.maximum(state.block_start - back, 0), 0))

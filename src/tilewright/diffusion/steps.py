@@ -15,12 +15,15 @@ from jaxtyping import Bool, Float, Int
 from tilewright.diffusion.commit import Choices, choose, commits
 from tilewright.diffusion.state import SPANS, DiffusionState, Span, StepPlan, ended, plan, window_of
 from tilewright.diffusion.window import BUCKETS, Trace, run_window
+from tilewright.kernels import select
 from tilewright.kernels.operations import Operations
 from tilewright.models import diffusion
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.stack import TRACED_ONCE, Strategy
 from tilewright.runtime.logprobs import Logprobs, logprobs_of, no_logprobs
+from tilewright.runtime.per_row import PenaltyHistory, for_each, penalises, set_row, slice_row
+from tilewright.runtime.sampling import penalise
 
 STEPS_PER_DISPATCH = 64
 """The most steps of a dispatch."""
@@ -186,17 +189,27 @@ def choices(
         masked: positions that can be committed.
 
     Returns:
-        the choices, and their log-probabilities for rows that want them, from logits without the mask token's; None if no row
-        can want them.
+        the choices, and their log-probabilities for rows that want them, from logits without the mask token's, after biases and
+        penalties; None if no row can want them.
     """
 
     def choose_at(positions: Int[Array, "B K"], masked: Bool[Array, "B K"]) -> tuple[Choices, Logprobs | None]:
-        logits = logits_of(positions)
         options = state.options
-        found = choose(logits, options.rule, options.sampling, positions, state.step, denoiser.config.mask_token_id)
+        config = denoiser.config
+        logits = penalised(denoiser, state, positions, logits_of(positions))
+        tokens = jnp.arange(logits.shape[-1])
+        is_eos = jnp.isin(tokens, jnp.asarray(config.eos_token_ids, jnp.int32))
+        logits = jnp.where(jnp.asarray(options.logits_eos_inf)[:, None, None] & is_eos, -jnp.inf, logits)
+        logits = constrained(state, logits)
+        unranked = None
+        if config.eot_token_id is not None:
+            greedy = jnp.asarray(options.sampling.temperature)[:, None] == 0
+            ends = (tokens == config.eot_token_id) | (greedy & is_eos)
+            unranked = jnp.asarray(options.confidence_eos_eot_inf)[:, None] & ends
+        found = choose(logits, options.rule, options.sampling, positions, state.step, config.mask_token_id, unranked)
         if not denoiser.logprobs:
             return found, None
-        is_mask = jnp.arange(logits.shape[-1]) == denoiser.config.mask_token_id
+        is_mask = jnp.arange(logits.shape[-1]) == config.mask_token_id
         asking = masked & jnp.asarray(state.wants_logprobs)[:, None]
         return found, logprobs_of(jnp.where(is_mask, -jnp.inf, logits), found.token, asking)
 
@@ -219,6 +232,39 @@ def choices(
     longest = jnp.max(jnp.where(state.done, 0, state.block_stop - state.block_start))
     found = jax.lax.fori_loop(0, -(-longest // SLOTS), part, empty)
     return jax.tree.map(lambda x: x[:, : denoiser.block], found)
+
+
+def penalised(
+    denoiser: Denoiser, state: DiffusionState, positions: Int[Array, "B K"], logits: Float[Array, "B K V"]
+) -> Float[Array, "B K V"]:
+    """Applies biases and penalties to the logits of `positions`, row by row, so that only rows with any pay for them.
+
+    The history of a position are the row's tokens before it, among which masks count as tokens that are never chosen.
+    """
+    tokens = state.tokens
+    if denoiser.guided:  # the second half has no prompts
+        tokens = jnp.tile(jnp.split(tokens, 2)[0], (2, 1))
+    rows = replace(state.options.sampling, prompt_length=state.start)
+    block = jnp.take_along_axis(tokens, positions, axis=1)
+    before = jnp.concatenate([block[:, :1], block[:, :-1]], axis=1)  # `penalise` does not read the first entry
+    history = PenaltyHistory(tokens, positions[:, 0] - 1, before)
+
+    def penalise_row(row: Array, logits: Array) -> Array:
+        changed = penalise(slice_row(row, logits), slice_row(row, rows), *slice_row(row, history))
+        return set_row(logits, changed, row)
+
+    return for_each(penalises(rows) & ~state.done, penalise_row, logits)
+
+
+def constrained(state: DiffusionState, logits: Float[Array, "B K V"]) -> Float[Array, "B K V"]:
+    """Leaves the allowed tokens of rows from left to right. They are those of the first mask, which is committed alone."""
+
+    def constrain_row(row: Array, logits: Array) -> Array:
+        some = slice_row(row, logits)
+        bits = jnp.broadcast_to(slice_row(row, state.allowed)[:, None], (*some.shape[:2], state.allowed.shape[-1]))
+        return set_row(logits, select.allowed(some, bits), row)
+
+    return for_each(jnp.asarray(state.options.left_to_right) & ~state.done, constrain_row, logits)
 
 
 def step_span(

@@ -21,8 +21,11 @@ from tilewright.diffusion.programs import DenoisingPrograms, DiffusionShape, Dif
 from tilewright.diffusion.request import DenoisingRequest, check_room, encoded
 from tilewright.diffusion.state import SPANS
 from tilewright.diffusion.steps import NO_STEP
+from tilewright.grammar.grammar import Grammar
+from tilewright.grammar.matcher import Compiler, Matcher
 from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.llm.conversation import check_messages, template_of
+from tilewright.llm.language_model import one_each
 from tilewright.llm.stream import Stream
 from tilewright.models import checkpoint, decoder, diffusion, hub
 from tilewright.models.chat import ChatTemplate
@@ -46,9 +49,9 @@ class Denoised(Result):
     """Response to one prompt, and its denoising steps.
 
     Attributes:
-        tokens: tokens of the response, without an end-of-sequence token that ended it.
+        tokens: tokens of the response, without the token that ended it.
         acceptance_lengths: number of tokens that each step committed, including tokens behind an end.
-        finish_reason: "eos", "length", or "interrupted" while masks are left.
+        finish_reason: "eos", "stop" at one of `stop_token_ids`, "length", or "interrupted" while masks are left.
     """
 
     @property
@@ -105,6 +108,7 @@ class DiffusionModel:
         self.table = table or DiffusionTable()
         self.name: str | None = None
         self.folder: Path | None = None
+        self.compiler: Compiler | None = None
         ops = operations(weights=weights, kernels=kernels)
         if not prepared:
             params = (decoder.prepare if placement is None else placement.prepared)(config.decoder, ops, params)
@@ -153,6 +157,12 @@ class DiffusionModel:
         """Raises a `ValueError` if a request does not fit the model's context."""
         check_room(tokens, request, self.context)
 
+    def constrain(self, grammar: Grammar, seconds: float | None = None) -> Matcher:
+        """Compiles a grammar over this model's tokens; arguments and errors as for `LanguageModel.constrain`."""
+        if self.compiler is None:
+            self.compiler = Compiler(self.tokenizer, self.config.decoder.vocab_size, self.config.eos_token_ids)
+        return self.compiler.compile(grammar, seconds)
+
     def engine(self, options: DiffusionEngineOptions = DiffusionEngineOptions()) -> Engine[MaskedDenoising]:
         """Returns an engine that serves many requests at once. Raises a `ValueError` for options that do not fit the model."""
         longest = self.config.decoder.max_position_embeddings
@@ -162,19 +172,28 @@ class DiffusionModel:
         return Engine(MaskedDenoising(programs, self.tokenizer, options), options)
 
     def start(
-        self, prompts: str | Sequence[str | Sequence[int]], requests: Denoising | Sequence[Denoising] = Denoising()
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        requests: Denoising | Sequence[Denoising] = Denoising(),
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
     ) -> "DenoisingStream":
         """Begins to denoise, for callers that follow each step; `generate` is simpler.
 
         Args:
             prompts: texts, or lists of token ids. Prompts beyond the table's largest batch wait.
             requests: options for all prompts, or one each.
+            grammar: grammar of the responses, one for all or one each; None for free text. Needs the extra `grammar`. Such a
+                response is denoised from left to right, a token per step.
 
         Raises:
             ValueError: a prompt or an option that does not fit the model.
         """
         listed, each = paired(prompts, requests)
-        rows = [DenoisingRequest(self.encode(prompt), request.seeded()) for prompt, request in zip(listed, each, strict=True)]
+        grammars = one_each(len(listed), grammar, "grammar")
+        rows = [
+            DenoisingRequest(self.encode(prompt), request.seeded(), constraint=None if one is None else self.constrain(one))
+            for prompt, request, one in zip(listed, each, grammars, strict=True)
+        ]
         for row in rows:
             self.check(row.prompt, row.denoising)
         batch = min(len(rows), self.table.batches[-1])
@@ -182,10 +201,13 @@ class DiffusionModel:
         return DenoisingStream(Engine(MaskedDenoising(programs, self.tokenizer, CALL), CALL, recovers=False), rows)
 
     def generate(
-        self, prompts: str | Sequence[str | Sequence[int]], requests: Denoising | Sequence[Denoising] = Denoising()
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        requests: Denoising | Sequence[Denoising] = Denoising(),
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
     ) -> Generation[Denoised]:
         """Denoises a response to every prompt; arguments as for `start`. The results are `Denoised`."""
-        with self.start(prompts, requests) as stream:
+        with self.start(prompts, requests, grammar) as stream:
             while not stream.finished:
                 stream.advance()
             return stream.generation()
@@ -294,13 +316,16 @@ class DenoisingStream(Stream):
         mask = config.mask_token_id
         eos = () if request.ignore_eos else config.eos_token_ids
         kept = tokens[: tokens.index(mask)] if mask in tokens else tokens
-        end = next((n for n, token in enumerate(kept) if token in eos), None)
+        end = next((n for n, token in enumerate(kept) if token in (*eos, *request.stop_token_ids)), None)
         committed = [int(each) for report in self.reports if (each := report.committed[row]) >= 0]
+        last = None if end is None else kept[end]
         kept = tokens if end is None else kept[:end]
         text = decode_after(self.engine.tokenizer, self.prompts[row], [token for token in kept if token != mask])
         unfinished = end is None and mask in tokens
-        reason: FinishReason = "interrupted" if unfinished else "length" if end is None else "eos"
-        return Denoised(text, kept, committed, reason, len(self.prompts[row]), seed=request.seed)
+        reason: FinishReason = "interrupted" if unfinished else "length" if end is None else "eos" if last in eos else "stop"
+        stopped = last if reason == "stop" else None
+        rest = (reason, len(self.prompts[row]))
+        return Denoised(text, kept, committed, *rest, seed=request.seed, stop_reason=stopped, passes=len(committed))
 
 
 def paired(

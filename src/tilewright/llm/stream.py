@@ -146,7 +146,7 @@ class Stream:
 
     def results(self) -> Sequence[Result]:
         """Returns the results of all rows so far."""
-        return [row.result() for row in self.rows]
+        return [sequence.result() for sequence in self.sequences]
 
     def generation(self) -> Generation[Any]:
         """Returns the results of all rows so far, with their times."""

@@ -588,7 +588,7 @@ class Engine(Generic[AnyDecoding]):
         with self.wake:
             del self.live_sequences[sequence]
         sequence.handle.times.ended = time.monotonic()
-        sequence.handle.result = sequence.processor.result()
+        sequence.handle.result = sequence.result()
         self.counters.ended[reason] = self.counters.ended.get(reason, 0) + 1
         self.notify(sequence, update or RequestOutput(end=reason, error=error))
 

@@ -42,6 +42,7 @@ class Result:
         choices: kind of each round, if a chooser chose it; else empty.
         from_ngrams: true for each round whose drafts n-grams made in place of a model.
         stop_reason: the stop string or the token of `stop_token_ids` that ended the text; None for any other end.
+        passes: number of passes (or steps) that denoised it; 0 for a model that decodes token by token.
     """
 
     text: str
@@ -55,6 +56,12 @@ class Result:
     choices: list[Choice] = field(default_factory=list)
     stop_reason: int | str | None = None
     from_ngrams: list[bool] = field(default_factory=list)
+    passes: int = 0
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """Tokens over passes; None for a model that decodes token by token."""
+        return len(self.tokens) / self.passes if self.passes else None
 
 
 AnyResult = TypeVar("AnyResult", bound=Result)

@@ -15,7 +15,7 @@ from tilewright.kernels.operations import UNMAPPED
 from tilewright.models.config import MaskedBlocks
 from tilewright.runtime.constraints import ConstraintState
 from tilewright.runtime.groups import PageGroup, RowPages, usable_prefix
-from tilewright.runtime.output import OutputProcessor
+from tilewright.runtime.output import OutputProcessor, Result
 from tilewright.runtime.pages import FIRST, Pages, page_key
 from tilewright.runtime.pooling import PooledChunk, Pooling
 from tilewright.runtime.request import Listener, RequestHandle
@@ -92,6 +92,10 @@ class TokenSequence:
     @property
     def tokens(self) -> list[int]:
         return [*self.processor.prompt, *self.processor.tokens]
+
+    def result(self) -> Result:
+        """Returns the result so far."""
+        return replace(self.processor.result(), passes=self.handle.steps)
 
     def page_key(self, page: int, page_size: int) -> bytes:
         """Returns the prefix-cache key of one of its full pages. The token behind the page must be committed."""

@@ -26,12 +26,20 @@ class PromptDetails(Answer):
 
 
 class Usage(Answer):
-    """Token counts. A prompt counts once, for any number of choices."""
+    """Token counts. A prompt counts once, for any number of choices.
+
+    Attributes:
+        denoising_passes: number of passes that denoised all choices; left out while they run, and for models that decode token
+            by token.
+        tokens_per_pass: `completion_tokens` over `denoising_passes`; left out likewise.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    denoising_passes: int | None = None
+    tokens_per_pass: float | None = None
 
 
 class SpeculativeDecoding(Answer):

@@ -6,32 +6,38 @@ Prompts have no log-probabilities.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from tilewright.diffusion.blocks import MOST_POST_STEPS, BlockDenoising, Strategy
 from tilewright.diffusion.options import ALWAYS, Denoising, Mode, Remasking
 from tilewright.diffusion.request import DenoisingRequest
+from tilewright.runtime.constraints import Constraint
 from tilewright.runtime.sampling import later_seed
-from tilewright.server.fields import FLAG, WHOLE, unsupported
+from tilewright.server.fields import WHOLE, unsupported
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, Length
-from tilewright.server.structured import ResponseFormat
 
-NOT_FOR_DIFFUSION = "is not supported for a diffusion model"
-COMMITS_MANY = f"{NOT_FOR_DIFFUSION}, which commits several tokens at once"
-
-
-class PlainTextFormat(ResponseFormat):
-    """Response format of a diffusion model: text."""
-
-    type: Literal["text"]  # type: ignore[assignment]
-    json_schema: None = None  # type: ignore[assignment]
-
-
-def only(value: int | str) -> Any:
-    """Accepts one value, which has no effect."""
-    return unsupported(str(value), NOT_FOR_DIFFUSION)
+COMMITS_MANY = "is not supported for a diffusion model, which commits several tokens at once"
+OPTIONS = (
+    "block_length",
+    "suffix_window",
+    "mode",
+    "remasking",
+    "first_alone",
+    "logits_eos_inf",
+    "confidence_eos_eot_inf",
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "seed",
+    "ignore_eos",
+)
+"""Fields that are options of `Denoising`, with the same names."""
 
 
 class DenoisingBody(GenerationBody):
@@ -46,19 +52,14 @@ class DenoisingBody(GenerationBody):
         mode: "dense" recomputes all positions in each step; "prefix", "dual" and "sparse" cache parts of the sequence.
         remasking: rule that selects the tokens to commit in a step.
         tau: saliency threshold of the mode "sparse".
-        top_k: not supported for a diffusion model.
-        min_p: not supported for a diffusion model.
-        repetition_penalty: not supported for a diffusion model.
-        presence_penalty: not supported for a diffusion model.
-        frequency_penalty: not supported for a diffusion model.
-        logit_bias: not supported for a diffusion model.
-        min_tokens: not supported for a diffusion model.
-        stop_token_ids: not supported for a diffusion model.
-        include_stop_str_in_output: not supported for a diffusion model.
-        structured_outputs: not supported for a diffusion model.
+        first_alone: commit the first position of a block alone in its first step, as Fast-dLLM does for Dream.
+        logits_eos_inf: never choose an end-of-sequence token.
+        confidence_eos_eot_inf: rank positions as if ends had no probability; with a temperature, ends of the turn alone.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt, and of committed tokens
+            before the position; 1 for none.
+        presence_penalty: subtracted from the logits of the output's committed tokens before the position.
+        frequency_penalty: the same, per occurrence.
         prompt_logprobs: not supported for a diffusion model.
-        skip_special_tokens: only true is supported for a diffusion model.
-        response_format: only text is supported for a diffusion model.
     """
 
     steps: Length = None
@@ -68,19 +69,10 @@ class DenoisingBody(GenerationBody):
     mode: Mode | None = None
     remasking: Remasking | None = None
     tau: Annotated[float, Field(gt=0, le=ALWAYS)] | None = None
+    first_alone: bool | None = None
+    logits_eos_inf: bool | None = None
+    confidence_eos_eot_inf: bool | None = None
 
-    top_k: Annotated[Annotated[int, Field(ge=-1, le=0), WHOLE] | None, only(0)] = None
-    min_p: Annotated[Annotated[float, Field(ge=0, le=0)] | None, only(0)] = None
-    repetition_penalty: Annotated[Annotated[float, Field(ge=1, le=1)] | None, only(1)] = None
-    presence_penalty: Annotated[Annotated[float, Field(ge=0, le=0)] | None, only(0)] = None
-    frequency_penalty: Annotated[Annotated[float, Field(ge=0, le=0)] | None, only(0)] = None
-    logit_bias: Annotated[Annotated[dict[str, Any], Field(max_length=0)] | None, only("empty")] = None  # type: ignore[assignment]
-    min_tokens: Annotated[Annotated[int, Field(ge=0, le=0), WHOLE] | None, only(0)] = None
-    stop_token_ids: Annotated[Annotated[list[Any], Field(max_length=0)] | None, only("empty")] = None  # type: ignore[assignment]
-    include_stop_str_in_output: Annotated[Literal[False] | None, FLAG, only("false")] = None  # type: ignore[assignment]
-    skip_special_tokens: Annotated[Literal[True] | None, FLAG, only("true")] = None  # type: ignore[assignment]
-    structured_outputs: Annotated[None, unsupported(reason=NOT_FOR_DIFFUSION)] = None  # type: ignore[assignment]
-    response_format: Annotated[PlainTextFormat | None, only('{"type": "text"}')] = None  # type: ignore[assignment]
     prompt_logprobs: Annotated[None, unsupported(reason=COMMITS_MANY)] = None  # type: ignore[assignment]
 
 
@@ -91,15 +83,7 @@ class DenoisingCompletionBody(DenoisingBody, CompletionBody):  # type: ignore[mi
 
 
 class DenoisingChatBody(DenoisingBody, ChatBody):  # type: ignore[misc]
-    """Body of `POST /v1/chat/completions` for a diffusion model.
-
-    Attributes:
-        tools: not supported for a diffusion model.
-        tool_choice: not supported for a diffusion model.
-    """
-
-    tools: Annotated[Annotated[list[Any], Field(max_length=0)] | None, only("empty")] = None  # type: ignore[assignment]
-    tool_choice: Annotated[Literal["none", "auto"] | None, only("none")] = None  # type: ignore[assignment]
+    """Body of `POST /v1/chat/completions` for a diffusion model."""
 
 
 class BlockBody(GenerationBody):
@@ -144,13 +128,15 @@ def parse_denoising(body: DenoisingBody, defaults: Denoising, new_tokens: int) -
     Raises:
         ValueError: the options are inconsistent.
     """
-    options: dict[str, Any] = {
-        name: value
-        for name in ("block_length", "suffix_window", "mode", "remasking", "temperature", "top_p", "seed", "ignore_eos")
-        if (value := getattr(body, name)) is not None
-    }
+    options: dict[str, Any] = {name: value for name in OPTIONS if (value := getattr(body, name)) is not None}
     if body.steps is not None or body.threshold is not None:  # either replaces both defaults
         options |= {"steps": body.steps, "threshold": body.threshold}
+    if body.top_k is not None:
+        options["top_k"] = max(body.top_k, 0)  # -1 means all tokens, too
+    if body.logit_bias is not None:
+        options["logit_bias"] = tuple((int(token), bias) for token, bias in body.logit_bias.items())
+    if body.stop_token_ids is not None:
+        options["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.tau is not None:
         options["saliency"] = replace(defaults.saliency, tau=body.tau)
     block = options.get("block_length", defaults.block_length)
@@ -169,16 +155,20 @@ def make_requests(
     choices: int,
     deadline_s: float | None,
     logprobs: int | None = None,
+    constraint: Constraint | None = None,
+    has_tools: bool = False,
 ) -> list[DenoisingRequest]:
     """Makes the requests of one prompt. The seed of each request is derived from the body's seed and the number of the choice.
 
     Args:
         logprobs: number of alternatives per token; None for no log-probabilities.
+        has_tools: whether the text may have tool calls, whose tags may be special tokens.
 
     Raises:
         ValueError: the options are inconsistent.
     """
     denoising = parse_denoising(body, defaults, new_tokens)
     seeds = [None if denoising.seed is None else later_seed(denoising.seed, choice) for choice in range(choices)]
-    rest = body.stops, deadline_s, new_tokens, logprobs
+    skips = body.skip_special_tokens is not False and not has_tools
+    rest = body.stops, deadline_s, new_tokens, logprobs, bool(body.include_stop_str_in_output), skips, constraint
     return [DenoisingRequest(prompt, replace(denoising, seed=seed), *rest) for seed in seeds]

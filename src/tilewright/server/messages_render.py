@@ -31,12 +31,20 @@ class ToolUseOutput(Answer):
 
 
 class MessagesUsage(Answer):
-    """Token counts. `input_tokens` excludes the prompt tokens found in the prefix cache."""
+    """Token counts. `input_tokens` excludes the prompt tokens found in the prefix cache.
+
+    Attributes:
+        denoising_passes: number of passes that denoised the response; left out of the first event of a stream, and for models
+            that decode token by token.
+        tokens_per_pass: `output_tokens` over `denoising_passes`; left out likewise.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    denoising_passes: int | None = None
+    tokens_per_pass: float | None = None
 
 
 class MessageResponse(Answer):
@@ -115,6 +123,7 @@ class MessagesRenderer(Renderer):
             cache_creation_input_tokens=0,
             cache_read_input_tokens=cached,
             output_tokens=usage.completion_tokens,
+            **self.passes(),
         )
 
     def stop(self, called: bool) -> dict[str, Any]:
@@ -157,7 +166,7 @@ class MessagesRenderer(Renderer):
             yield named_event("content_block_stop", index=index)
 
     def last_events(self) -> Iterable[bytes]:
-        usage = self.message_usage().model_dump()
+        usage = self.message_usage().model_dump(exclude_unset=True)
         metrics = self.metrics().model_dump(exclude_unset=True)
         yield named_event("message_delta", delta=self.stop(self.blocks.calls), usage=usage, metrics=metrics)
         yield named_event("message_stop")

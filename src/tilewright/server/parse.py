@@ -260,7 +260,9 @@ def parse_request(
                 new_tokens = parse_new_tokens(body, prompt.tokens, engine.context, defaults.new_tokens)
                 if scores_prompt:
                     raise ValueError("'echo' with 'logprobs' is not supported for a diffusion model")
-                requests += make_requests(body, prompt.tokens, new_tokens, defaults, choices, deadline_s, logprobs)
+                answer = None if constraint is None else after_thinking(constraint, body, engine, template, prompt.tokens)
+                more = {"constraint": answer, "has_tools": tools is not None}
+                requests += make_requests(body, prompt.tokens, new_tokens, defaults, choices, deadline_s, logprobs, **more)
             else:
                 new_tokens = parse_new_tokens(body, prompt.tokens, engine.context, most=sampling.max_new_tokens)
                 params = parse_sampling(body, new_tokens, sampling)

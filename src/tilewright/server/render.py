@@ -147,7 +147,15 @@ class Renderer(ABC):
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptDetails(cached_tokens=sum(handle.cached_tokens for handle in firsts)),
+            **self.passes(),
         )
+
+    def passes(self) -> dict[str, Any]:
+        """Returns the fields of denoising passes of a usage; none while a choice runs, and for other models."""
+        passes = sum(handle.steps for handle in self.handles)
+        if not passes or any(handle.result is None for handle in self.handles):
+            return {}
+        return {"denoising_passes": passes, "tokens_per_pass": sum(self.generated) / passes}
 
     def metrics(self) -> Metrics:
         """Returns the metrics of an ended response."""

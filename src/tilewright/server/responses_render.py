@@ -62,11 +62,20 @@ class OutputDetails(Answer):
 
 
 class ResponsesUsage(Answer):
+    """Token counts.
+
+    Attributes:
+        denoising_passes: number of passes that denoised the response; left out for models that decode token by token.
+        tokens_per_pass: `output_tokens` over `denoising_passes`; left out likewise.
+    """
+
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
+    denoising_passes: int | None = None
+    tokens_per_pass: float | None = None
 
 
 class ResponseFailure(Answer):
@@ -164,6 +173,7 @@ class ResponsesRenderer(Renderer):
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputDetails(reasoning_tokens=0),
             total_tokens=usage.total_tokens,
+            **self.passes(),
         )
         found = self.response(ended, output=output, usage=counts, metrics=self.metrics())
         if self.store is not None:

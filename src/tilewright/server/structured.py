@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from tilewright.grammar.grammar import LONGEST, MOST_CHOICES, Grammar
 from tilewright.grammar.matcher import Matcher
+from tilewright.llm.diffusion_model import DiffusionModel
 from tilewright.llm.language_model import LanguageModel
 from tilewright.server.errors import ApiError
 from tilewright.server.fields import LONGEST_NAME, Body, IgnoredValue, Unsupported, expect
@@ -21,7 +22,7 @@ class Constrain:
         seconds: limit on the CPU seconds of a compilation.
     """
 
-    lm: LanguageModel
+    lm: LanguageModel | DiffusionModel
     seconds: float
 
     def __call__(self, grammar: Grammar) -> Matcher:
