@@ -2,12 +2,13 @@
 
     python benchmarks/blocks.py [--model demo-blocks] [--asked 256] [--timed 8] [--rows 1 --rows 8] [--json FILE]
 
-All ways answer the same held-out problems: token by token;
-with the model as its own drafter, whose tokens must be those of decoding; blocks with several thresholds, static quotas, and a
-token a pass; and `demo-diffusion`, whose positions all see each other, with the same thresholds and blocks.
+All ways answer the same held-out problems: token by token; with the model as its own drafter, whose tokens must be those of
+decoding; blocks with several thresholds, static quotas, and a token a pass; and `demo-diffusion`, whose positions all see each
+other, with the same thresholds and blocks.
 
-A pass runs the layers once: over a token, a drafted block or its verification (two passes a round), or a block. Passes that
-store a finished block count. Times include prompts; they are medians of alternating runs.
+A pass runs the layers once for a row: over a token, a drafted block or its verification (two passes a round), a block, or a
+finished block and the next one. Passes that only store a block count. Times include prompts; they are medians of alternating
+runs.
 """
 
 import time
@@ -68,11 +69,7 @@ def decoded(lm: LanguageModel, prompts: Sequence[str], denoising: tw.BlockDenois
             stream.advance()
     seconds = time.perf_counter() - began
     results = stream.results()
-    passes = sum(sequence.handle.steps for sequence in stream.sequences)
-    if lm.drafter is not None:
-        passes = 2 * sum(len(result.acceptance_lengths) for result in results)
-    elif denoising is None:
-        passes = sum(len(result.tokens) for result in results)
+    passes = stream.engine.counters.row_rounds * (1 if lm.drafter is None else 2)
     return Answers([each.text for each in results], [list(each.tokens) for each in results], passes, seconds)
 
 

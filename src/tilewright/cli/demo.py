@@ -271,8 +271,7 @@ def timed_answer(lm: LanguageModel) -> tuple[Result, int, float]:
         while not stream.finished:
             stream.advance()
     (result,) = stream.results()
-    rounds = len(result.acceptance_lengths) if options is None else stream.sequences[0].handle.steps
-    return result, rounds * (1 if lm.drafter is None else 2), stream.decode_seconds
+    return result, stream.rounds * (1 if lm.drafter is None else 2), stream.decode_seconds
 
 
 def heading(console: Console, text: str) -> None:

@@ -187,7 +187,7 @@ class BlockCausal(Autoregressive):
         tokens: list[Token] = []
         rounds: list[Round] = []
         for n in np.flatnonzero(infos.ran[:, row]).tolist():
-            sequence.handle.steps += 1
+            sequence.handle.steps += int(infos.ran[n, row])
             new = infos.tokens[n, row, : infos.committed[n, row]].tolist()
             if NOT_FINITE in new:
                 raise NotFinite("the model's logits are not finite")
@@ -209,7 +209,7 @@ class BlockCausal(Autoregressive):
         return RequestOutput(tuple(tokens), tuple(rounds), None if reason == "interrupted" else reason)
 
     def count(self, sent: SentRounds, report: PassesReport, counted: EngineStats) -> None:  # type: ignore[override]
-        ran = report.infos.ran
+        ran = report.infos.ran > 0
         counted.dispatches += 1
         counted.rounds += len(ran)
         counted.row_rounds += int(ran.sum())

@@ -230,7 +230,7 @@ class PassInfo(NamedTuple):
         tokens: `[B, T]`; a row's first `committed` entries are its new tokens, others are undefined.
         committed: `[B]`; number of tokens that the pass finished for the user: a whole block, or 0.
         unmasked: `[B]`; number of masks that the pass replaced.
-        ran: `[B]`; 1 for a row that ran the pass.
+        ran: `[B]`; 1 for a row that ran the pass, 2 if it stored a block and denoised the next one.
         logprobs: log-probabilities of the new tokens of rows that want them.
     """
 
@@ -281,6 +281,10 @@ def edited(found: Choices, block: Int[Array, "B T"], editable: Bool[Array, "B T"
     """Returns the editable tokens of a block that a pass replaces by others."""
     sure = found.probability > jnp.asarray(rows.edit_threshold)[:, None]
     return editable & (found.token != block) & sure
+
+
+def count_of(rows: Bool[Array, " B"]) -> Array:
+    return jnp.sum(rows, dtype=jnp.float32)
 
 
 def least_share(target: Target, blocks: MaskedBlocks, rows: int) -> float | None:
@@ -360,8 +364,7 @@ def denoise_pass(
     if (share := least_share(target, blocks, len(rows.start))) is None:
         after, hidden = run_block(state)
     else:
-        stored, ran = (jnp.sum(each, dtype=jnp.float32) for each in (stores, running))
-        runs_two = jnp.any(stores) & (stored >= np.float32(share) * ran)
+        runs_two = jnp.any(stores) & (count_of(stores) >= np.float32(share) * count_of(running))
         after, hidden = one_of(runs_two, run_two, run_block, state)
 
     # From here on, `block` is the one whose tokens the pass chooses.
@@ -436,7 +439,8 @@ def denoise_pass(
             lambda each: jnp.take_along_axis(each, shift.reshape(*shift.shape, *[1] * (each.ndim - 2)), axis=1), rows.logprobs
         )
     unmasked = jnp.sum(changed & masked, axis=1, dtype=jnp.int32)
-    info = PassInfo(tokens, committed, unmasked, running.astype(jnp.int32), logprobs)
+    ran = running.astype(jnp.int32) + (stores & runs_two).astype(jnp.int32)
+    info = PassInfo(tokens, committed, unmasked, ran, logprobs)
     return replace(after, denoising=rows), info
 
 
