@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import jax
 import numpy as np
@@ -168,7 +169,7 @@ def main(
     console = human_console(json)
     problems_asked = list(islice(problems(np.random.default_rng(0), held_out=True), asked))
     each = ways(model, thresholds)
-    records = {name: {"way": name} for name in each}
+    records: dict[str, dict[str, Any]] = {name: {"way": name} for name in each}
     batches = -(-asked // BATCH)
     plain: list[list[int]] = []
     with progress(console, len(each) * batches, "batches answered") as advance:
