@@ -224,7 +224,7 @@ def main(
     template = ChatTemplate.load(file)
     keep_programs()
     target = TargetOptions(model, weights=weights)  # type: ignore[arg-type]
-    models = DrafterArguments(drafter, block_size=AUTO).ways(drafter, target, console)
+    models = DrafterArguments(drafter, block_size=AUTO).variants(drafter, target, console)
     base = models[BASELINE]
     sampling = tw.Sampling(max_new_tokens)
     datasets = [build_prompts(base, path.stem, read_examples(path)[:samples], template, sampling) for path in data]
