@@ -12,6 +12,7 @@ from llm.support import prompts
 from reference.block_diffusion_numpy import Model, Options, generate, random_model
 from reference.self_speculation_numpy import CHARACTERS, as_folder, with_characters
 from tilewright.cli.common import check_decodes
+from tilewright.diffusion import blocks
 from tilewright.diffusion.blocks import BlockDenoising
 from tilewright.grammar.grammar import Grammar
 from tilewright.llm.language_model import LanguageModel, load
@@ -110,6 +111,23 @@ def test_each_strategy_counts_the_passes_of_the_published_loop(options: Options,
         assert [result.tokens for result in stream.results()] == [tokens for tokens, _ in wanted[rows]]
         assert [sequence.handle.steps for sequence in stream.sequences] == counts[rows]
     assert stream.rounds == sum(wanted[3][1]) < counts[3]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_rows_store_a_block_with_the_next_one(share: float, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As on accelerators, where several rows do so. A batch then takes fewer passes."""
+    monkeypatch.setattr(blocks, "least_share", lambda target, blocks, rows: share)
+    lm = load(as_folder(tmp_path, model), table=TABLE)  # type: ignore[arg-type]
+    asked = prompts(4, LENGTHS, VOCAB - 1)
+    wanted = [expected(model, prompt, one) for prompt, one in zip(asked, WAYS, strict=True)]
+    each = [sampling_of(one) for one in WAYS]
+    with lm.start(asked, each, denoising=[denoising_of(one) for one in WAYS]) as stream:
+        while not stream.finished:
+            stream.advance(5)
+    assert [result.tokens for result in stream.results()] == [tokens for tokens, _ in wanted]
+    counts = [sum(passes) + len(passes) - 1 for _, passes in wanted]
+    assert [sequence.handle.steps for sequence in stream.sequences] == counts
+    assert stream.rounds < max(counts)
 
 
 def served(lm: LanguageModel, requests: list[GenerateRequest], options: EngineOptions) -> tuple[list[list[RequestOutput]], Any]:

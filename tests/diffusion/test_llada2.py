@@ -12,6 +12,7 @@ from diffusion.test_block_causal import served, tokens_of
 from llm.support import prompts
 from reference.llada2_numpy import Generation, Model, Options, generate, random_model
 from reference.self_speculation_numpy import CHARACTERS, as_folder, with_characters
+from tilewright.diffusion import blocks
 from tilewright.diffusion.blocks import BlockDenoising
 from tilewright.grammar.grammar import Grammar
 from tilewright.llm.language_model import LanguageModel, load
@@ -99,6 +100,13 @@ def test_tokens_and_passes_are_those_of_the_published_loops(lm: LanguageModel, m
     assert sum(len(one.edited) for one in wanted) > 20
     assert any(not unchanged for one in wanted[1:3] for unchanged in one.unchanged), "no block used all of its passes"
     assert any(unchanged for one in wanted[1:4] for unchanged in one.unchanged), "every block used all of its passes"
+
+
+def test_rows_store_a_block_with_the_next_one(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As on accelerators, where several rows do so; edits and post passes are the same."""
+    monkeypatch.setattr(blocks, "least_share", lambda target, blocks, rows: 0.3)
+    lm = load(as_folder(tmp_path, model), table=TABLE)  # type: ignore[arg-type]
+    check(lm, model, prompts(4, (1, 3, 4, 7, 16, 21, 5, 2, 10, 8, 13), VOCAB - 1), WAYS)
 
 
 @pytest.mark.parametrize("block", [4, 8, 16, 32])
@@ -230,6 +238,6 @@ def test_wrong_options_are_errors(fields: dict[str, Any], message: str):
 def test_blocks_with_a_decoded_first_token_have_no_edits():
     options = BlockDenoising("joint_threshold")
     options.check(MaskedBlocks(39, 8, causal=False))
-    for blocks in (MaskedBlocks(39, 8, first_token="drawn"), MaskedBlocks(39, 8, causal=False, first_token="likely")):
+    for refused in (MaskedBlocks(39, 8, first_token="drawn"), MaskedBlocks(39, 8, causal=False, first_token="likely")):
         with pytest.raises(ValueError, match=r"expected a strategy without edits .* found joint_threshold"):
-            options.check(blocks)
+            options.check(refused)

@@ -57,10 +57,10 @@ Strategy = Literal["low_confidence_dynamic", "low_confidence_static", "sequentia
 "joint_threshold": as "low_confidence_dynamic", with edits.
 """
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-FREE_TOKENS = {True: 4, False: 256}
-"""Tokens of a pass up to which more tokens cost nothing, since reading the weights takes longer; true for CPUs.
+FREE_TOKENS = 256
+"""Tokens of a pass up to which more tokens cost little on TPUs and GPUs, since reading the weights takes longer.
 
-256 is about the ratio of products a second to weights read a second of TPUs and GPUs (v5e: 240, H100: 295, in bfloat16).
+It is about their ratio of products to weights read in a second (v5e: 240, H100: 295, in bfloat16).
 """
 JOINT_THRESHOLD = 0.5
 """Default threshold of "joint_threshold": that of the speed mode of LLaDA2.1's model card, and of SGLang's `JointThreshold`."""
@@ -291,17 +291,19 @@ def least_share(target: Target, blocks: MaskedBlocks, rows: int) -> float | None
     """Returns the share of running rows that have a block to store, from which a pass runs two blocks of each row.
 
     Such a pass stores a block and denoises the next one, which saves a pass of these rows. It computes twice as many tokens for
-    all rows, which costs nothing up to `FREE_TOKENS`. Tokens are the same.
+    all rows. With `r` as the ratio of its time to that of a pass over one block, it pays from a share of `1 - 1 / r` on. On a
+    CPU it pays for a row that is alone (`benchmarks/stored_blocks.py`). Tokens are the same.
 
     Returns:
-        the share; None for passes that always run one block: logits of the stored block choose the next one's first token, or
-        the chip's compiler takes no branches.
+        the share; None for passes that always run one block: it does not pay, or logits of the stored block choose the next
+        one's first token, or the chip's compiler takes no branches.
     """
     if blocks.causal or blocks.shifted or blocks.first_token is not None or not target.loops:
         return None
-    free = FREE_TOKENS[jax.default_backend() == "cpu"]
+    if jax.default_backend() == "cpu":
+        return 0.0 if rows == 1 else None
     tokens = rows * blocks.length
-    return 1 - max(free, tokens) / max(free, 2 * tokens)
+    return 1 - max(FREE_TOKENS, tokens) / max(FREE_TOKENS, 2 * tokens)
 
 
 def denoise_pass(
