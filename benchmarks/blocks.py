@@ -99,15 +99,15 @@ def ways(model: str, thresholds: Sequence[float]) -> dict[str, Way]:
     found: dict[str, Way] = {
         "token by token": lambda prompts: decoded(plain, prompts),
         "its own drafter": lambda prompts: decoded(itself, prompts),
-        "blocks, a token a pass": lambda prompts: decoded(blocks, prompts, tw.BlockDenoising("sequential")),
-        "blocks, 4 passes": lambda prompts: decoded(blocks, prompts, tw.BlockDenoising("low_confidence_static", steps=4)),
+        "blocks with a token a pass": lambda prompts: decoded(blocks, prompts, tw.BlockDenoising("sequential")),
+        "blocks in 4 passes": lambda prompts: decoded(blocks, prompts, tw.BlockDenoising("low_confidence_static", steps=4)),
     }
     for threshold in thresholds:
         options = tw.BlockDenoising(threshold=threshold)
-        found[f"blocks, {threshold:g}"] = lambda prompts, options=options: decoded(blocks, prompts, options)
+        found[f"blocks above {threshold:g}"] = lambda prompts, options=options: decoded(blocks, prompts, options)
     for threshold in thresholds:
         request = tw.Denoising(LONGEST, block_length=length, threshold=threshold)
-        found[f"{MASKED}, {threshold:g}"] = lambda prompts, request=request: masked(whole, prompts, request)
+        found[f"{MASKED} above {threshold:g}"] = lambda prompts, request=request: masked(whole, prompts, request)
     return found
 
 
