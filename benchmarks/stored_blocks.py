@@ -1,4 +1,4 @@
-"""Times models with blocks: finished blocks stored in passes of their own, with the next block, or as the engine chooses.
+"""Times models with blocks: finished blocks are stored in passes of their own, or with the next block.
 
     python benchmarks/stored_blocks.py [--lengths 4 --lengths 16] [--steps 2] [--rows 1 --rows 8] [--json FILE]
 
@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from cyclopts import App
 
 import tilewright as tw
@@ -44,8 +43,8 @@ CONFIG = DecoderConfig(
     max_position_embeddings=512,
 )
 MASK = 1
-WAYS: dict[str, float | None] = {"by themselves": None, "with the next block": 0.0, "as chosen": np.nan}
-"""Share of rows with a block to store from which a pass runs two blocks: None for never, NaN for the rule."""
+WAYS: dict[str, float | None] = {"by themselves": None, "with the next block": 0.0}
+"""Share of rows with a block to store from which a pass runs two blocks; None for never."""
 METRICS = (
     Metric("length", head="block"),
     Metric("rows", head="rows"),
@@ -69,8 +68,7 @@ def model_of(weights: Any, length: int, rows: int) -> LanguageModel:
 def answer(lm: LanguageModel, share: float | None, prompts: list[list[int]], tokens: int, steps: int) -> tuple[int, float]:
     """Generates tokens; returns the number of passes and the seconds without prompts."""
     rule = blocks.least_share
-    if share is None or not np.isnan(share):
-        blocks.least_share = lambda target, blocks, rows: share  # read where programs are compiled
+    blocks.least_share = lambda target, blocks, rows: share  # read where programs are compiled
     try:
         options = tw.BlockDenoising("low_confidence_static", steps=steps)
         with lm.start(prompts, Sampling(tokens, ignore_eos=True), denoising=options) as stream:
@@ -90,7 +88,7 @@ def main(
     repetitions: int = 7,
     json: JsonFile = None,
 ) -> None:
-    """Times models with blocks, whose finished blocks are stored in three ways.
+    """Times models with blocks, whose finished blocks are stored in two ways.
 
     Args:
         lengths: positions of a block.

@@ -47,7 +47,16 @@ def test_wrong_settings_are_named(run: Run, folder: Path):
             ["--denoising", "mode=sparse"],
             "small_block_size, edit_threshold, max_post_steps for a model with blocks, found mode",
         ),
-        (["--denoising", "threshold=0.3", "--drafter", "self"], "expected no drafter for a model whose blocks are denoised"),
+        (["--denoising", "block_length=8"], "found block_length; --block-size sets the block length"),
+        (
+            ["--denoising", "strategy=sequential,threshold=0.9"],
+            "expected strategy=low_confidence_dynamic or joint_threshold with threshold, found strategy=sequential",
+        ),
+        (
+            ["--denoising", "edit_threshold=0.5"],
+            "expected strategy=joint_threshold with edit_threshold, found strategy=low_confidence_dynamic",
+        ),
+        (["--denoising", "threshold=0.3", "--drafter", "self"], "expected no drafter where blocks are denoised"),
     ):
         ran = run("generate", "t1", "--model", folder, *options)
         assert (ran.status, ran.out) == (2, "")

@@ -288,7 +288,9 @@ def test_a_model_of_another_kind_is_refused(run: Run, tmp_path: Path):
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(fields | {"model_type": "qwen3"}))
     ran = run("diffuse", PROMPT, "--model", folder, *SMALL)
-    other = "is an autoregressive language model: run it with `tilewright generate`, `chat` or `serve`"
+    other = (
+        "is an autoregressive language model: run it with `tilewright generate`, `chat` or `serve`, with --denoising for blocks"
+    )
     assert (ran.status, ran.err) == (2, f"tilewright: expected a diffusion language model; {folder} {other}\n")
 
 
@@ -305,8 +307,8 @@ def test_generate_takes_it_with_the_options_that_both_have(run: Run, folder: Pat
     (want,) = load(folder).generate(PROMPT, replace(request, presence_penalty=0.7))
     assert ran.json["response_tokens"] == [want.tokens]
     for options, said in (
-        (["--stop", "t1"], "--stop is for models that decode token by token; this one denoises"),
-        (["--sampling", "include_stop=true"], "--sampling include_stop is for models that decode token by token"),
+        (["--stop", "t1"], "--stop is not offered by generate for a masked diffusion model; use serve"),
+        (["--sampling", "include_stop=true"], "--sampling include_stop is not offered by generate for a masked diffusion model"),
         (["--drafter", "ngram"], "--drafter is for models that decode token by token"),
         (["--compare"], "--compare is for models that decode token by token"),
     ):

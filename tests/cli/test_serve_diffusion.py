@@ -146,6 +146,7 @@ def test_the_command_line_is_read(run: Run, folder: Path, monkeypatch: pytest.Mo
         (["--compile", "shapes=shapes.json"], "--compile shapes is for models that decode token by token; this one denoises"),
         (["--schedule", "ring"], "--schedule needs --tensor-parallel: one device has no partial results to sum"),
         (["--slots", "0"], "expected --slots of at least 1, found 0"),
+        (["--denoising", "guidance=1.5"], "--denoising: expected no guidance, which the server does not offer, found 1.5"),
         (["--denoising", "mode=dense,modes=dual,sparse"], "expected a default mode among dual, sparse, found dense"),
         (["--denoising", "mode=thin"], "--denoising: expected mode=dense|prefix|dual|sparse, found mode=thin"),
         (["--denoising", "threshold=1.5"], "expected a threshold above 0, up to 1, found 1.5"),

@@ -115,7 +115,7 @@ def test_each_strategy_counts_the_passes_of_the_published_loop(options: Options,
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
 def test_rows_store_a_block_with_the_next_one(share: float, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As on accelerators, where several rows do so. A batch then takes fewer passes."""
+    """Several rows store blocks with the next ones, as on accelerators. A batch then takes fewer passes."""
     monkeypatch.setattr(blocks, "least_share", lambda target, blocks, rows: share)
     lm = load(as_folder(tmp_path, model), table=TABLE)  # type: ignore[arg-type]
     asked = prompts(4, LENGTHS, VOCAB - 1)
@@ -334,9 +334,9 @@ def test_requests_that_cannot_be_served_are_errors(lm: LanguageModel, model: Mod
         lm.engine(EngineOptions(ShapeTable((1,), (64,), (16,)), page_size=16)).check(GenerateRequest([1] * 60, Sampling(NEW)))
     with pytest.raises(ValueError, match="expected a prefill chunk that is a multiple of the block length 4, found 6"):
         lm.engine(EngineOptions(ShapeTable((1,), (48,), (6,)), page_size=16))
-    with pytest.raises(ValueError, match="expected no drafter for a model whose blocks are denoised, found ngram"):
+    with pytest.raises(ValueError, match="expected no drafter where blocks are denoised, found ngram"):
         load(as_folder(tmp_path / "a", model), "ngram", table=TABLE)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected no drafter for a model whose blocks are denoised, found ngram"):
+    with pytest.raises(ValueError, match="expected no drafter where blocks are denoised, found ngram"):
         lm.with_drafter(NGram())
     with pytest.raises(ValueError, match="expected a model that decodes token by token, found one of the family sdar"):
         check_decodes(as_folder(tmp_path / "d", model))  # type: ignore[arg-type]

@@ -251,7 +251,7 @@ def test_ways_of_decoding_that_a_model_lacks_are_errors(lm: LanguageModel, model
     assert plain.with_blocks(4).generate([[1, 2]], Sampling(9))[0].tokens == generate(model, [1, 2], 9, 4, WAYS[0])[0]
     with pytest.raises(ValueError, match="expected blocks of at least 2 tokens, found 1"):
         load(folder, table=TABLE, decoding="blocks", block_size=1)
-    with pytest.raises(ValueError, match="expected no drafter for a model whose blocks are denoised, found self"):
+    with pytest.raises(ValueError, match="expected no drafter where blocks are denoised, found self"):
         load(folder, "self", table=TABLE, decoding="blocks")
     with pytest.raises(ValueError, match="expected decoding among tokens, blocks, found 'both'"):
         check_decoding("both", plain.target)

@@ -132,6 +132,8 @@ def test_later_requests_use_the_pages_of_finished_blocks(http: httpx2.Client):
         ({"small_block_size": 3}, "small_block_size"),
         ({"edit_threshold": 1.5}, "edit_threshold"),
         ({"max_post_steps": -1}, "max_post_steps"),
+        ({"edit_threshold": 0.5}, "edit_threshold"),
+        ({"strategy": "sequential", "threshold": 0.5}, "threshold"),
         ({"max_tokens": 0}, "max_tokens"),
     ],
 )

@@ -423,7 +423,8 @@ class ModelOptions(TargetOptions):
             "ngram" for other models.
         block_size: tokens that a round verifies: the last token and the drafts. "auto", the default, chooses the estimated
             fastest width round by round, plain decoding included; where narrower programs round differently, all rounds have
-            the widest. With --drafter none: width of the program of plain decoding.
+            the widest. With --drafter none: width of the program of plain decoding. Where blocks are denoised: positions of a
+            block.
     """
 
     model: Annotated[str, Parameter(alias="-m", group=COMMON)] = SMOLLM2

@@ -10,9 +10,9 @@ import numpy as np
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import DeviceOptions, LoadOptions, ModelOptions, print_fallbacks, print_schedules
+from tilewright.cli.common import DeviceOptions, LoadOptions, ModelOptions, given, print_fallbacks, print_schedules
 from tilewright.cli.options import COMMON, DIFFUSION, MODEL, changed_options, option_class, settings
-from tilewright.diffusion.blocks import BlockDenoising, Strategy
+from tilewright.diffusion.blocks import DEFAULT_STRATEGY, BlockDenoising, Strategy, check_read
 from tilewright.diffusion.engine_options import DENOISING as DEFAULTS
 from tilewright.diffusion.options import Denoising, Mode, Remasking, Saliency
 from tilewright.diffusion.programs import DiffusionTable
@@ -58,11 +58,12 @@ class DenoisingSettings:
             alone, both with a KV cache; "sparse", the salient positions. By default dense.
         threshold: commit all tokens of at least this probability in each step, instead of a fixed number. For a model whose
             blocks are denoised, by default the published one of its family.
-        steps: number of steps in all, a multiple of the number of blocks. By default one for each token.
+        steps: number of steps in all, a multiple of the number of blocks. By default one for each token. For a model whose
+            blocks are denoised: the most passes of a block.
         block_length: tokens that are denoised together, block after block. By default 32.
         strategy: for a model whose blocks are denoised: "low_confidence_dynamic" (the default), all tokens above the threshold;
-            "low_confidence_static", the most probable ones; "sequential"; or "joint_threshold", with edits (LLaDA2.1). Steps
-            are those of a block. Nemotron-Labs-Diffusion decodes token by token unless a setting has a value.
+            "low_confidence_static", the most probable ones; "sequential"; or "joint_threshold", with edits (LLaDA2.1). A
+            model that also decodes token by token (Nemotron-Labs-Diffusion, demo-blocks) does so unless a setting has a value.
         small_block_size: for a model whose blocks are denoised: tokens of the parts of a block that are denoised one after the
             other. By default as published: 8 for Fast-dLLM v2, whole blocks for other models.
         edit_threshold: joint_threshold: probability above which a token is replaced by another. By default 0.
@@ -137,7 +138,9 @@ class DenoisingSettings:
         """
         used = ("threshold", "steps", *FOR_BLOCKS)
         if wrong := self.set_values(*(name for name in vars(self) if name not in used)):
-            raise ValueError(f"--denoising: expected {', '.join(used)} for a model with blocks, found {', '.join(wrong)}")
+            hint = "; --block-size sets the block length" if "block_length" in wrong else ""
+            raise ValueError(f"--denoising: expected {', '.join(used)} for a model with blocks, found {', '.join(wrong)}{hint}")
+        check_read(given(self.strategy, DEFAULT_STRATEGY), self.set_values(*used), "--denoising: ")
         return BlockDenoising(**self.set_values(*used))
 
     def for_decoder(self, folder: Path) -> BlockDenoising | None:

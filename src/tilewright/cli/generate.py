@@ -119,13 +119,13 @@ class SamplingOptions:
         return Sampling(**{**(defaults or {}), **chosen, "logit_bias": tuple(map(biased_token, self.sampling.logit_bias))})
 
     def refuse_for_denoising(self) -> None:
-        """Raises a `ValueError` for options of texts, which are not searched while they are denoised."""
+        """Raises a `ValueError` for options that search or change texts, since whole denoised responses are printed."""
         wrong = changed_options(self, "stop")
         for name in ("include_stop", "skip_special_tokens"):
             if getattr(self.sampling, name) != getattr(SamplingSettings(), name):
                 wrong.append(f"--sampling {name}")
         if wrong:
-            raise ValueError(f"{wrong[0]} is for models that decode token by token; this one denoises")
+            raise ValueError(f"{wrong[0]} is not offered by generate for a masked diffusion model; use serve")
 
 
 def biased_token(text: str) -> tuple[int, float]:

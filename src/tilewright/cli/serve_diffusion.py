@@ -56,6 +56,8 @@ class ServedDenoising(DenoisingSettings):
         """
         if slots is not None and slots < 1:
             raise ValueError(f"expected --slots of at least 1, found {slots}")
+        if self.guidance:
+            raise ValueError(f"--denoising: expected no guidance, which the server does not offer, found {self.guidance:g}")
         options = DiffusionEngineOptions(modes=given(self.modes, MODES), defaults=self.defaults, **shared)
         table = options.shapes(context if self.positions is None else min(context, self.positions[-1]))
         sizes: dict[str, Any] = self.set_values("positions", "responses", "blocks")

@@ -16,6 +16,7 @@ its published `modeling_nemotron_labs_diffusion.py`; Fast-dLLM v2 (arXiv 2509.26
 Legend: B rows of a batch, T positions of a block, V vocabulary.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
@@ -57,10 +58,17 @@ Strategy = Literal["low_confidence_dynamic", "low_confidence_static", "sequentia
 "joint_threshold": as "low_confidence_dynamic", with edits.
 """
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+DEFAULT_STRATEGY: Strategy = "low_confidence_dynamic"
+READ_BY: dict[str, tuple[Strategy, ...]] = {
+    "threshold": ("low_confidence_dynamic", "joint_threshold"),
+    "edit_threshold": ("joint_threshold",),
+    "max_post_steps": ("joint_threshold",),
+}
+"""Strategies that read an option; all strategies read the others."""
 FREE_TOKENS = 256
 """Tokens of a pass up to which more tokens cost little on TPUs and GPUs, since reading the weights takes longer.
 
-It is about their ratio of products to weights read in a second (v5e: 240, H100: 295, in bfloat16).
+A chip computes about so many products per weight in the time of reading it (v5e: 240, H100: 295, in bfloat16).
 """
 JOINT_THRESHOLD = 0.5
 """Default threshold of "joint_threshold": that of the speed mode of LLaDA2.1's model card, and of SGLang's `JointThreshold`."""
@@ -91,7 +99,7 @@ class BlockDenoising:
         max_post_steps: the most passes of "joint_threshold" over a block without masks.
     """
 
-    strategy: Strategy = "low_confidence_dynamic"
+    strategy: Strategy = DEFAULT_STRATEGY
     threshold: float | None = None
     steps: int | None = None
     small_block_size: int | None = None
@@ -135,7 +143,7 @@ class BlockDenoising:
         """
         if self.strategy == "joint_threshold" and (blocks.causal or blocks.first_token is not None):
             raise ValueError(
-                "expected a strategy without edits for a model that decodes the first token of a block, found joint_threshold"
+                "expected a strategy other than joint_threshold, since this model decodes the first token of a block"
             )
         small = self.small_length(blocks)
         if blocks.length % small:
@@ -155,6 +163,17 @@ class BlockDenoising:
         steps = self.steps or max(1, blocks.denoised)
         base, remainder = divmod(blocks.denoised, steps)
         return np.asarray([base + (n < remainder) if n < steps else 1 for n in range(blocks.length)], np.int32)
+
+
+def check_read(strategy: Strategy, named: Collection[str], where: str = "") -> None:
+    """Raises a `ValueError` for named options that a strategy does not read.
+
+    Args:
+        where: beginning of the message.
+    """
+    for name in named:
+        if strategy not in (read := READ_BY.get(name, STRATEGIES)):
+            raise ValueError(f"{where}expected strategy={' or '.join(read)} with {name}, found strategy={strategy}")
 
 
 @jax.tree_util.register_dataclass
@@ -317,7 +336,7 @@ def denoise_pass(
 
     A pass over a block without a mask stores the block's keys and values, and chooses the next block's first token if the
     model's blocks begin so. Where it pays, such a pass also denoises the next block (`least_share`). With edits, a pass over a
-    block without a mask may still replace tokens, and stores the block unless it does.
+    block without a mask may still replace tokens; if it replaces none, it stores the block.
 
     A block is finished, and its tokens are given to the user, once it has no mask, or an end-of-sequence token without a mask
     before it, which ends the row. With edits it is finished when no pass may change it any more. Rows from left to right give
@@ -408,7 +427,7 @@ def denoise_pass(
     failed = jnp.any((masked | editable) & ~jnp.isfinite(found.probability), axis=1)
     changed = (replaced(found, masked, rows) | edited(found, block, editable, rows)) & ~failed[:, None]
     block = jnp.where(changed, found.token, block)
-    rows = replace(rows, logprobs=kept_logprobs(target, blocks, state, logits, found, changed))
+    rows = replace(rows, logprobs=committed_logprobs(target, blocks, state, logits, found, changed))
 
     is_eos = jnp.zeros(block.shape, bool)
     for eos in target.config.eos_token_ids:
@@ -419,9 +438,9 @@ def denoise_pass(
     had_masks = jnp.any(masked, axis=1)
     unchanged = ~jnp.any(changed, axis=1)
     post_steps = rows.post_steps + post.astype(jnp.int32)
-    settled = post & (unchanged | (post_steps == jnp.asarray(rows.max_post_steps)))
+    final = post & (unchanged | (post_steps == jnp.asarray(rows.max_post_steps)))
     whole = had_masks & (left[:, -1] == 0) & (jnp.asarray(rows.max_post_steps) == 0)
-    finished = settled | whole | (had_masks & ended & ~edits)
+    finished = final | whole | (had_masks & ended & ~edits)
 
     first = state.last_position + 1 - start
     shift = jnp.clip(first[:, None] + slot, 0, length - 1)
@@ -464,12 +483,13 @@ def penalised(
     return jax.lax.cond(jnp.any(penalises(state.sampling) & ~state.done), apply, lambda: logits)
 
 
-def kept_logprobs(
+def committed_logprobs(
     target: Target, blocks: MaskedBlocks, state: DecodeState, logits: Array, found: Choices, changed: Bool[Array, "B T"]
 ) -> Logprobs | None:
     """Returns the log-probabilities of each block, with those of the tokens that a pass has committed.
 
-    They are those of the pass: the model sees masks and tokens on both sides. The mask token has none.
+    A log-probability is that of the pass that commits the token: the model sees masks and tokens on both sides. The mask token
+    has none.
     """
     old = state.denoising.logprobs
     if old is None or not target.reports_logprobs:

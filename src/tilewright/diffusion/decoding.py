@@ -102,7 +102,7 @@ def is_constrained(batch: Sequence[RunningSequence]) -> bool:
     return any(running.sequence.constraint is not None for running in batch)
 
 
-def next_known(running: RunningSequence) -> int | None:
+def next_repeated(running: RunningSequence) -> int | None:
     """Returns the next token of a row with a constraint that is computed again; None behind its last token, and for others."""
     sequence = running.sequence
     if sequence.constraint is None:
@@ -277,7 +277,7 @@ class MaskedDenoising:
         Raises:
             ConstraintError: the constraint of a row cannot make its mask.
         """
-        repeated = [next_known(running) for running in batch]
+        repeated = [next_repeated(running) for running in batch]
         states = [
             running.sequence.constraint if token is None else None for running, token in zip(batch, repeated, strict=True)
         ]

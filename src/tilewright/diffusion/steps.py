@@ -239,7 +239,7 @@ def penalised(
 ) -> Float[Array, "B K V"]:
     """Applies biases and penalties to the logits of `positions`, row by row, so that only rows with any pay for them.
 
-    The history of a position are the row's tokens before it, among which masks count as tokens that are never chosen.
+    The history of a position is the row's tokens before it. Masks count as tokens that are never chosen.
     """
     tokens = state.tokens
     if denoiser.guided:  # the second half has no prompts
@@ -257,7 +257,7 @@ def penalised(
 
 
 def constrained(state: DiffusionState, logits: Float[Array, "B K V"]) -> Float[Array, "B K V"]:
-    """Leaves the allowed tokens of rows from left to right. They are those of the first mask, which is committed alone."""
+    """Masks the tokens that a constraint forbids, in rows from left to right, which commit their first mask alone."""
 
     def constrain_row(row: Array, logits: Array) -> Array:
         some = slice_row(row, logits)

@@ -608,10 +608,10 @@ class LanguageModel:
 
 
 def check_no_drafter(drafter: str | Sequence[str] | None) -> None:
-    """Raises a `ValueError` if a drafter is named, for a model whose blocks are denoised."""
+    """Raises a `ValueError` if a drafter is named where blocks are denoised."""
     if drafter is not None:
         name = drafter if isinstance(drafter, str) else ", ".join(drafter)
-        raise ValueError(f"expected no drafter for a model whose blocks are denoised, found {name}")
+        raise ValueError(f"expected no drafter where blocks are denoised, found {name}: use a drafter or denoising, not both")
 
 
 def check_decoding(decoding: str | None, config: DecoderConfig) -> None:

@@ -10,7 +10,10 @@ from tilewright.models.drafter_layouts import is_drafter
 ModelKind = Literal["target", "diffusion", "drafter"]
 
 KINDS: dict[ModelKind, tuple[str, str]] = {
-    "target": ("an autoregressive language model", "run it with `tilewright generate`, `chat` or `serve`"),
+    "target": (
+        "an autoregressive language model",
+        "run it with `tilewright generate`, `chat` or `serve`, with --denoising for blocks",
+    ),
     "diffusion": ("a diffusion language model", "run it with `tilewright generate`, `chat`, `serve` or `bench diffusion`"),
     "drafter": ("a drafter", "pass it to --drafter, with its target"),
 }

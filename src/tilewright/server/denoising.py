@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from tilewright.diffusion.blocks import MOST_POST_STEPS, BlockDenoising, Strategy
+from tilewright.diffusion.blocks import MOST_POST_STEPS, BlockDenoising, Strategy, check_read
 from tilewright.diffusion.options import ALWAYS, Denoising, Mode, Remasking
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.runtime.constraints import Constraint
@@ -54,11 +54,12 @@ class DenoisingBody(GenerationBody):
         tau: saliency threshold of the mode "sparse".
         first_alone: commit the first position of a block alone in its first step, as Fast-dLLM does for Dream.
         logits_eos_inf: never choose an end-of-sequence token.
-        confidence_eos_eot_inf: rank positions as if ends had no probability; with a temperature, ends of the turn alone.
+        confidence_eos_eot_inf: rank positions as if end-of-sequence and end-of-turn tokens had no probability; with a
+            temperature, end-of-turn tokens only.
         repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt, and of committed tokens
             before the position; 1 for none.
         presence_penalty: subtracted from the logits of the output's committed tokens before the position.
-        frequency_penalty: the same, per occurrence.
+        frequency_penalty: subtracted for each occurrence of a token among the output's committed tokens before the position.
         prompt_logprobs: not supported for a diffusion model.
     """
 
@@ -92,10 +93,10 @@ class BlockBody(GenerationBody):
     Attributes:
         strategy: rule that selects the tokens to commit in a step.
         threshold: probability above which "low_confidence_dynamic" and "joint_threshold" commit a token.
-        steps: the most denoising steps of a block.
+        steps: maximum number of passes of a block.
         small_block_size: number of tokens of the parts of a block that are denoised one after the other.
         edit_threshold: probability above which "joint_threshold" replaces a token of the block by another.
-        max_post_steps: the most denoising steps of "joint_threshold" on a block without masks.
+        max_post_steps: maximum number of passes of "joint_threshold" over a block without masks.
         prompt_logprobs: not supported for a diffusion model.
     """
 
@@ -109,9 +110,11 @@ class BlockBody(GenerationBody):
     prompt_logprobs: Annotated[None, unsupported(reason=COMMITS_MANY)] = None  # type: ignore[assignment]
 
     def options(self, defaults: BlockDenoising) -> BlockDenoising:
-        """Returns the denoising options of a request."""
+        """Returns the denoising options of a request. Raises a `ValueError` for options that its strategy does not read."""
         names = ("strategy", "threshold", "steps", "small_block_size", "edit_threshold", "max_post_steps")
-        return replace(defaults, **{name: value for name in names if (value := getattr(self, name)) is not None})
+        named = {name: value for name in names if (value := getattr(self, name)) is not None}
+        check_read(self.strategy or defaults.strategy, named)
+        return replace(defaults, **named)
 
 
 class BlockCompletionBody(BlockBody, CompletionBody):  # type: ignore[misc]
