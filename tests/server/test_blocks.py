@@ -14,6 +14,7 @@ from server.conftest import Real, on_a_port
 from tilewright.diffusion.blocks import BlockDenoising
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.pace import FIRST_ROUNDS
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.server.answers import Completion
@@ -93,7 +94,8 @@ def test_answers_are_those_of_the_model(
     )
     parts = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
     assert "".join(part["choices"][0]["text"] for part in parts if part["choices"]) == want.text
-    assert sum(bool(part["choices"] and part["choices"][0]["text"]) for part in parts) > 1, "expected several chunks"
+    chunks = sum(bool(part["choices"] and part["choices"][0]["text"]) for part in parts)
+    assert chunks > 1 or steps <= 2 * FIRST_ROUNDS, "expected several chunks, unless one dispatch may hold all passes"
 
 
 def test_a_request_gets_the_same_bytes_alone_and_among_others(http: httpx2.Client):
