@@ -166,6 +166,8 @@ def main(
         rows: numbers of rows that answer together in timed runs.
         json: file for all figures.
     """
+    if wrong := [count for count in rows if timed % count]:
+        raise ValueError(f"expected --timed that is a multiple of the rows, found {timed} with {wrong[0]}")
     console = human_console(json)
     problems_asked = list(islice(problems(np.random.default_rng(0), held_out=True), asked))
     each = ways(model, thresholds)

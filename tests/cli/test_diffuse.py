@@ -308,7 +308,10 @@ def test_generate_takes_it_with_the_options_that_both_have(run: Run, folder: Pat
     assert ran.json["response_tokens"] == [want.tokens]
     for options, said in (
         (["--stop", "t1"], "--stop is not offered by generate for a masked diffusion model; use serve"),
-        (["--sampling", "include_stop=true"], "--sampling include_stop is not offered by generate for a masked diffusion model"),
+        (
+            ["--sampling", "include_stop=true"],
+            "--sampling include_stop is not offered by generate for a masked diffusion model",
+        ),
         (["--drafter", "ngram"], "--drafter is for models that decode token by token"),
         (["--compare"], "--compare is for models that decode token by token"),
     ):

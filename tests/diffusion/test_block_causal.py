@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from tilewright.diffusion import blocks
 from tilewright.diffusion.blocks import BlockDenoising
 from tilewright.grammar.grammar import Grammar
 from tilewright.llm.language_model import LanguageModel, load
+from tilewright.models.config import MaskedBlocks
 from tilewright.parallel.mesh import make_mesh
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.request import GenerateRequest, RequestOutput
@@ -128,6 +130,16 @@ def test_rows_store_a_block_with_the_next_one(share: float, model: Model, tmp_pa
     counts = [sum(passes) + len(passes) - 1 for _, passes in wanted]
     assert [sequence.handle.steps for sequence in stream.sequences] == counts
     assert stream.rounds < max(counts)
+
+
+@pytest.mark.parametrize(("length", "rows", "share"), [(4, 1, 0.0), (32, 4, 0.0), (48, 4, 0.5), (32, 8, None), (32, 64, None)])
+def test_the_share_of_rows_is_the_one_from_which_two_blocks_pay(
+    length: int, rows: int, share: float | None, lm: LanguageModel, monkeypatch: pytest.MonkeyPatch
+):
+    """Up to 256 tokens a pass costs the same on an accelerator; then twice the tokens take twice the time, and gain nothing."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert blocks.least_share(lm.model.target, MaskedBlocks(39, length, causal=False), rows) == share
+    assert blocks.least_share(lm.model.target, MaskedBlocks(39, length, causal=True), rows) is None
 
 
 def served(lm: LanguageModel, requests: list[GenerateRequest], options: EngineOptions) -> tuple[list[list[RequestOutput]], Any]:
@@ -321,6 +333,16 @@ def test_an_unknown_strategy_is_an_error():
     object.__setattr__(options, "strategy", "best")  # the tests' type checker keeps it out otherwise
     with pytest.raises(ValueError, match=r"expected strategy to be one of low_confidence_dynamic, .*, found 'best'"):
         options.__post_init__()
+
+
+def test_layers_with_a_window_are_refused(model: Model, tmp_path: Path):
+    """Blocks attend to all positions."""
+    folder = as_folder(tmp_path, model)  # type: ignore[arg-type]
+    path = folder / "config.json"
+    fields = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(ValueError, match="use_sliding_window"):
+        load(folder, table=TABLE)
 
 
 def test_requests_that_cannot_be_served_are_errors(lm: LanguageModel, model: Model, tmp_path: Path):

@@ -17,7 +17,7 @@ from tilewright.models.config import MaskedBlocks
 from tilewright.runtime.autoregressive import Autoregressive, ChooserFactory, fixed_rounds
 from tilewright.runtime.collect import NotFinite, token_logprobs
 from tilewright.runtime.constraints import MaskSource
-from tilewright.runtime.interfaces import Variant
+from tilewright.runtime.interfaces import Choice, Variant
 from tilewright.runtime.model import Model
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.pace import FixedRounds, kind_of
@@ -58,6 +58,9 @@ class BlockPrograms(Programs):
     def step(self, variant: Variant | None, target: Target, masks: RowMasks | None) -> Step:
         allowed = None if masks is None else jnp.asarray(masks.blocks.masks)[:, 0]
         return partial(denoise_pass, target, blocks_of(target), allowed)
+
+    def mask_width(self, choice: Choice | None) -> int:
+        return 1  # a row with a constraint commits the first mask of its block alone
 
     def request_rows(self, rows: Sequence[RowRequest], eos: Sequence[int] = ()) -> dict[str, Any]:
         options = [row.denoising or BlockDenoising() for row in rows]

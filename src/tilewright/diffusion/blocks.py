@@ -247,7 +247,8 @@ class PassInfo(NamedTuple):
 
     Attributes:
         tokens: `[B, T]`; a row's first `committed` entries are its new tokens, others are undefined.
-        committed: `[B]`; number of tokens that the pass finished for the user: a whole block, or 0.
+        committed: `[B]`; number of tokens that the pass finished for the user: those of a finished block, the one token of a
+            row from left to right, or 0.
         unmasked: `[B]`; number of masks that the pass replaced.
         ran: `[B]`; 1 for a row that ran the pass, 2 if it stored a block and denoised the next one.
         logprobs: log-probabilities of the new tokens of rows that want them.
@@ -310,8 +311,10 @@ def least_share(target: Target, blocks: MaskedBlocks, rows: int) -> float | None
     """Returns the share of running rows that have a block to store, from which a pass runs two blocks of each row.
 
     Such a pass stores a block and denoises the next one, which saves a pass of these rows. It computes twice as many tokens for
-    all rows. With `r` as the ratio of its time to that of a pass over one block, it pays from a share of `1 - 1 / r` on. On a
-    CPU it pays for a row that is alone (`benchmarks/stored_blocks.py`). Tokens are the same.
+    all rows. With `r` as the ratio of its time to that of a pass over one block, it pays above a share of `r - 1`: `n` rows of
+    which `s` store a block get the results of `n + s` passes in the time of `r`. On a CPU it pays for a row that is alone
+    (`benchmarks/stored_blocks.py`). Tokens are the same where a row's results do not depend on the width
+    (`operations.is_batch_invariant`).
 
     Returns:
         the share; None for passes that always run one block: it does not pay, or logits of the stored block choose the next
@@ -322,7 +325,8 @@ def least_share(target: Target, blocks: MaskedBlocks, rows: int) -> float | None
     if jax.default_backend() == "cpu":
         return 0.0 if rows == 1 else None
     tokens = rows * blocks.length
-    return 1 - max(FREE_TOKENS, tokens) / max(FREE_TOKENS, 2 * tokens)
+    share = max(FREE_TOKENS, 2 * tokens) / max(FREE_TOKENS, tokens) - 1
+    return share if share < 1 else None
 
 
 def denoise_pass(

@@ -47,7 +47,7 @@ class DenoisingRequest:
             raise ValueError(f"expected max_tokens of at least 1, found {self.max_tokens}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_ALTERNATIVES:
             raise ValueError(f"expected logprobs from 0 to {MOST_ALTERNATIVES}, found {self.logprobs}")
-        assert self.sampling  # validates the strings, and the length
+        _ = self.sampling  # which validates the strings and the length
         options = self.denoising
         endless = {"ignore_eos": options.ignore_eos, "min_tokens": options.min_tokens, "logits_eos_inf": options.logits_eos_inf}
         if self.constraint is not None and any(endless.values()):

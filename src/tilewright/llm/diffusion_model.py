@@ -316,7 +316,10 @@ class DenoisingStream(Stream):
         mask = config.mask_token_id
         eos = () if request.ignore_eos else config.eos_token_ids
         kept = tokens[: tokens.index(mask)] if mask in tokens else tokens
-        end = next((n for n, token in enumerate(kept) if token in (*eos, *request.stop_token_ids)), None)
+        stops = (
+            () if self.sequences[row].constraint is not None else request.stop_token_ids
+        )  # a constraint ends the text itself
+        end = next((n for n, token in enumerate(kept) if token in (*eos, *stops)), None)
         committed = [int(each) for report in self.reports if (each := report.committed[row]) >= 0]
         last = None if end is None else kept[end]
         kept = tokens if end is None else kept[:end]

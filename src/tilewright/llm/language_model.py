@@ -252,7 +252,7 @@ class LanguageModel:
             raise ValueError(
                 f"expected a model that was trained to denoise blocks, found one of the family {self.target.family}"
             )
-        blocks = replace(self.target.masked_blocks, length=length or self.target.masked_blocks.length)
+        blocks = replace(self.target.masked_blocks, length=self.target.masked_blocks.length if length is None else length)
         if blocks.denoised < 1:
             raise ValueError(f"expected blocks of at least {blocks.length - blocks.denoised + 1} tokens, found {blocks.length}")
         other = copy(self)

@@ -164,7 +164,7 @@ class Autoregressive:
 
     def needed_keys(self, sequences: Sequence[TokenSequence]) -> Sequence[ProgramKey]:
         programs = self.programs
-        lengths = [len(sequence.processor.prompt) - 1 for sequence in sequences]
+        lengths = [self.scheduler.prefilled_positions(len(sequence.processor.prompt)) for sequence in sequences]
         chunks = {chunk for length in lengths for _, chunk in programs.table.prefill_plan(max(1, length))}
         together = programs.table.together if self.scheduler.computed_together(lengths) else None
         # Of several kinds of rounds, the chooser compiles those that it runs.

@@ -42,7 +42,7 @@ class Result:
         choices: kind of each round, if a chooser chose it; else empty.
         from_ngrams: true for each round whose drafts n-grams made in place of a model.
         stop_reason: the stop string or the token of `stop_token_ids` that ended the text; None for any other end.
-        passes: number of passes (or steps) that denoised it; 0 for a model that decodes token by token.
+        passes: number of passes (or steps) that denoised it or stored its blocks; 0 for a model that decodes token by token.
     """
 
     text: str

@@ -171,6 +171,10 @@ class Programs(Store[ProgramKey]):
             return self.target.block_length
         return masked_width(self.target, self.dtype) if masked else 1
 
+    def mask_width(self, choice: Choice | None) -> int:
+        """Returns the number of slots of a block for which the host makes masks."""
+        return self.width(choice, masked=True)
+
     def declared(self, sampling: SamplingMode = "logprobs", constraints: bool = False) -> Iterator[ProgramKey]:
         """Returns the keys of all programs for rows up to this sampling, some of them with `constraints`."""
         return program_keys(self.table, self.choices, sampling, constraints)
@@ -298,7 +302,11 @@ class Programs(Store[ProgramKey]):
             return write_back(end_masked(masks, some)), reports._replace(proposed=some.proposed)
 
         limit = jax.ShapeDtypeStruct((), jnp.int32) if target.loops else None
-        return run_rounds, (*self.round_inputs(key), limit, self.mask_shapes(key.rows, width) if key.masked else None)
+        return run_rounds, (
+            *self.round_inputs(key),
+            limit,
+            self.mask_shapes(key.rows, self.mask_width(key.choice)) if key.masked else None,
+        )
 
     def step(self, variant: Variant | None, target: Target, masks: RowMasks | None) -> Step:
         """Returns the step that a program of rounds repeats."""

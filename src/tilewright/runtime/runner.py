@@ -267,7 +267,7 @@ class ModelRunner(ProgramRunner):
         """Returns masks for rounds of these: the host's masks, or the states of automata. Raises the errors of `rounds`."""
         target = self.programs.target
         rows = key.rows
-        width = self.programs.width(key.choice, masked=True)
+        width = self.programs.mask_width(key.choice)
         vocab = target.config.vocab_size
         upload = on_devices(target.mesh)
         if source == "host":

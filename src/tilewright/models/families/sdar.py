@@ -5,7 +5,7 @@ from typing import Any
 
 from tilewright.models.config import ConfigReader, MaskedBlocks
 from tilewright.models.families.qwen import QWEN3, QWEN3_MOE
-from tilewright.models.family import Family, Reads, mask_token
+from tilewright.models.family import Family, Reads, full_attention, mask_token
 
 MASK = 151669
 """Mask token of published models, for configurations that name none."""
@@ -18,7 +18,8 @@ def with_blocks(family: Family, name: str, architecture: str) -> Family:
     layers: Reads = family.read
 
     def read(read: ConfigReader) -> dict[str, Any]:
-        return {"masked_blocks": MaskedBlocks(mask_token(read), read.integer("block_size"), causal=False), **layers(read)}
+        blocks = MaskedBlocks(mask_token(read), read.integer("block_size"), causal=False)
+        return {"masked_blocks": blocks, **layers(read), **full_attention(read)}
 
     def write(config: Any) -> dict[str, Any]:
         blocks = config.masked_blocks
