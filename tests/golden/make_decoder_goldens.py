@@ -196,7 +196,6 @@ def models() -> dict[str, PreTrainedModel]:
                 },
             )
         ),
-        "gemma4-tied": Gemma4ForCausalLM(gemma4(narrow)),
         "mistral-window": MistralForCausalLM(
             MistralConfig(
                 **narrow,
@@ -218,6 +217,11 @@ def models() -> dict[str, PreTrainedModel]:
         ),
         **mixtures(narrow),
         **hybrids(narrow),
+        # New models go to the end: a model's place is its seed.
+        "gemma4-tied": Gemma4ForCausalLM(gemma4(narrow)),
+        "gemma4-moe": Gemma4ForCausalLM(
+            gemma4(narrow, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=24)
+        ),
     }
 
 

@@ -27,6 +27,7 @@ GOLDENS = Path(__file__).parents[1] / "golden" / "decoders"
 NAMES = [
     "gemma2-tied",
     "gemma3-tied",
+    "gemma4-moe",
     "gemma4-tied",
     "gpt-oss",
     "llama-scaled",

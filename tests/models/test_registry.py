@@ -127,7 +127,10 @@ def test_gemma4_as_transformers_saves_it():
         ({"hidden_size_per_layer_input": 256}, "is not supported: per-layer embeddings (E2B, E4B)"),
         ({"num_kv_shared_layers": 20}, "is not supported: layers that share keys and values (E2B, E4B)"),
         ({"use_double_wide_mlp": True}, "is not supported: MLPs of double width (E2B)"),
-        ({"enable_moe_block": True}, "is not supported: experts beside an MLP (26B-A4B)"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
+            "top_k_experts must be at most num_experts (4), found 5",
+        ),
         ({"use_bidirectional_attention": "all"}, "is not supported (only 'vision')"),
         ({"sliding_window": None}, "sliding_window must be a positive integer"),
         ({"num_global_key_value_heads": 5}, "num_attention_heads is no multiple of num_global_key_value_heads"),

@@ -71,6 +71,7 @@ CASES: dict[str, tuple[str, bool, int, int, int | None, dict[str, Any]]] = {
     "gemma2": ("gemma2", True, 4, 2, 16, PLAIN_ROPE),
     "gemma3": ("gemma3_text", True, 4, 2, 16, {"full_attention": LINEAR_ROPE, "sliding_attention": PLAIN_ROPE}),
     "gemma4": ("gemma4_text", True, 4, 2, 16, {"full_attention": PROPORTIONAL_ROPE, "sliding_attention": PLAIN_ROPE}),
+    "gemma4-moe": ("gemma4_text", True, 4, 2, 16, {"full_attention": PROPORTIONAL_ROPE, "sliding_attention": PLAIN_ROPE}),
     "gemma4-unified": (
         "gemma4_unified_text",
         True,
@@ -93,6 +94,7 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen2-window": {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 2},
     "gemma2": {"sliding_window": 11, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 3.0},
     "gemma4": {**GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 3.0},
+    "gemma4-moe": {**GEMMA4, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
     "gemma4-unified": {name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"},
     "gemma4-values": GEMMA4,
     "gemma3": {"sliding_window": 11, "query_pre_attn_scalar": 10, "sliding_window_pattern": 3},
@@ -123,6 +125,8 @@ def torch_model(case: str, generator: Any) -> Any:
     if family == "smollm3":
         sizes |= {"no_rope_layers": [1, 0, 1, 0], "pad_token_id": None}
     sizes |= MORE.get(case, {})
+    if sizes.get("enable_moe_block"):
+        sizes["experts_implementation"] = "eager"  # the others have no float64
     name = CLASSES.get(family, family.capitalize())
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{CONFIGS.get(family, name)}Config")(**sizes))
     with torch.no_grad():
@@ -237,7 +241,7 @@ OWN = DecoderConfig(
 )
 
 
-@pytest.mark.parametrize("case", ["gemma4", "gemma4-unified", "gemma4-values"])
+@pytest.mark.parametrize("case", ["gemma4", "gemma4-moe", "gemma4-unified", "gemma4-values"])
 def test_transformers_reads_gemma4_as_we_write_it(case: str, tmp_path: Path):
     """Written with the fields of published configurations, which are not those that transformers writes."""
     model = torch_model(case, torch.Generator().manual_seed(SEED))

@@ -39,7 +39,7 @@ from tilewright.models.config import (
     with_yarn_context,
 )
 from tilewright.models.delta import DeltaSizes, attend_delta, project_delta, with_delta
-from tilewright.models.experts import Mixture, declare_mixture, routed_product, routed_weights
+from tilewright.models.experts import Mixture, MlpBeside, declare_mixture, gelu_product, routed_product, routed_weights
 from tilewright.models.family import Family
 from tilewright.models.layers import Rope, rope_frequencies, rope_tables
 from tilewright.models.lora import adapted_operations, row_ranks
@@ -122,6 +122,8 @@ class DecoderConfig(Sizes):
         if self.mixture is None:
             return self.intermediate_size
         experts = self.mixture.chosen * self.mixture.size
+        if self.mixture.beside_mlp:
+            return experts + self.intermediate_size
         return max(experts, self.intermediate_size) if self.dense_layers else experts
 
     @property
@@ -214,6 +216,7 @@ class Layer:
         attention_out_norm, mlp_out_norm: norms of the sublayers' outputs; None if the family has none.
         gate: matrix of the attention output's gate; None if the family has none.
         delta: `DeltaWeights` instead of queries, keys and values, if attention is linear.
+        beside: `MlpBeside` of a layer that adds its experts to an MLP; None if experts replace it, or there are none.
         scalar: factor `[1]` of the residual stream after the layer; None if the family has none.
         kind: static settings, the same in a declaration and in its parameters.
     """
@@ -234,11 +237,12 @@ class Layer:
     router: Any = None
     gate: Any = None
     delta: Any = None
+    beside: Any = None
     scalar: Any = None
     kind: LayerKind = field(default=LayerKind(), metadata={"static": True})
 
 
-MLP_FIELDS = ("post_attention_norm", "gate_up", "down", "mlp_out_norm", "router", "scalar")
+MLP_FIELDS = ("post_attention_norm", "gate_up", "down", "mlp_out_norm", "router", "beside", "scalar")
 """Fields of a layer that its MLP sublayer reads."""
 
 
@@ -304,11 +308,17 @@ def declare_layer(config: Any, prefix: str, family: Family, inputs: int | None =
 
     joined = Joined(tuple(gate_up), gated=True) if family.activation == "silu" else tuple(gate_up)
     down = matrix(f"{mlp}.down_proj.weight", i, h, ("mlp", "hidden"), out_scale)
+    after, before_mlp = ("post_attention_layernorm", "pre_feedforward_layernorm")[:: 1 if family.post_norms else -1]
     router = None
+    beside = None
     if kind.mixture is not None:
         assert family.experts is not None, f"{family.name} has no experts"
+        if kind.mixture.beside_mlp:
+            out_norms = [norm(f"post_feedforward_layernorm_{n}") for n in (1, 2)]
+            router_norm = norm_weight(f"{prefix}.router.scale", h)
+            beside = MlpBeside(norm(before_mlp), joined, down, out_norms[0], out_norms[1], router_norm)
+            before_mlp = "pre_feedforward_layernorm_2"
         router, joined, down = declare_mixture(kind.mixture, family.experts, prefix, h, out_scale)
-    after, before_mlp = ("post_attention_layernorm", "pre_feedforward_layernorm")[:: 1 if family.post_norms else -1]
     return Layer(
         input_norm=norm("input_layernorm"),
         qkv=Joined(tuple(matrices)),
@@ -325,6 +335,7 @@ def declare_layer(config: Any, prefix: str, family: Family, inputs: int | None =
         attention_out_norm=norm(after) if family.post_norms else None,
         mlp_out_norm=norm("post_feedforward_layernorm") if family.post_norms else None,
         gate=gate,
+        beside=beside,
         scalar=ArraySpec(f"{prefix}.layer_scalar", (1,), ("single",), init="ones") if family.layer_scalar else None,
         kind=kind,
     )
@@ -434,15 +445,14 @@ def gated_projection(
 def gelu_gated(
     ops: Operations, x: Float[Array, "*rows H"], w: Any, norm: Norm | None = None, count: Int[Array, ""] | None = None
 ) -> Float[Array, "*rows I"]:
-    """Computes `gelu(x @ gate) * (x @ up)` with the tanh approximation (Hendrycks and Gimpel, arXiv 1606.08415, section 2).
+    """Computes `gelu(x @ gate) * (x @ up)`; see `experts.gelu_product`.
 
     Args:
         w: gate and up.
         count: see `Operations`.
     """
     h = x if norm is None else ops.rms_norm(x, *norm)
-    gate, up = (ops.linear(h, each, count=count) for each in w)
-    return (jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up.astype(jnp.float32)).astype(x.dtype)
+    return gelu_product(*(ops.linear(h, each, count=count) for each in w))
 
 
 def mlp(
@@ -458,6 +468,12 @@ def mlp(
     Operations may return other rows than those of `x` (see `stack.py`).
     """
     norm = Norm(layer.post_attention_norm, config.rms_norm_eps)
+    if layer.beside is not None:
+        y = mlp_and_experts(config, ops, layer, x, count)
+        if add is None:
+            return y
+        y = ops.rms_norm(y, layer.mlp_out_norm, config.rms_norm_eps)
+        return add + y if layer.scalar is None else rounded_product(add + y, layer.scalar)
     if layer.router is not None:
         weights = routed_weights(layer.router, layer.gate_up, layer.down)
         return ops.routed(ops, routed_product(layer.router.mixture), x, weights, norm, add, count)
@@ -469,6 +485,27 @@ def mlp(
         return ops.linear(inner, layer.down, add=add, count=count)
     y = ops.rms_norm(ops.linear(inner, layer.down, count=count), layer.mlp_out_norm, config.rms_norm_eps)
     return add + y if layer.scalar is None else rounded_product(add + y, layer.scalar)
+
+
+def mlp_and_experts(
+    config: Any, ops: Operations, layer: Layer, x: Float[Array, "B T H"], count: Int[Array, ""] | None = None
+) -> Float[Array, "B T H"]:
+    """Returns the sum of an MLP and of the chosen experts, each behind a norm of its own; see `experts.MlpBeside`."""
+    beside: MlpBeside = layer.beside
+
+    def normed(x: Array, weight: Array) -> Array:
+        return ops.rms_norm(x, weight, config.rms_norm_eps)
+
+    inner = gelu_gated(ops, x, beside.gate_up, Norm(beside.norm, config.rms_norm_eps), count)
+    dense = normed(ops.linear(inner, beside.down, count=count), beside.out_norm)
+    product = routed_product(layer.router.mixture)
+    weights = routed_weights(layer.router, layer.gate_up, layer.down)
+    rows, routed = (
+        normed(x, weight).reshape(-1, x.shape[-1])
+        for weight in (layer.post_attention_norm, beside.router_norm * jnp.asarray(x.shape[-1] ** -0.5, x.dtype))
+    )
+    y = product.apply(ops, rows, weights, *product.choose(product.scores(ops, routed, weights), weights), count)
+    return dense + normed(y.reshape(x.shape).astype(x.dtype), beside.experts_norm)
 
 
 def stack_of(config: Any, ops: Operations, layers: tuple[Layer, ...], attend: Attend) -> Stack:

@@ -1,4 +1,4 @@
-"""Text model of Gemma 4, dense: after `modeling_gemma4.py` of transformers 5.24.
+"""Text model of Gemma 4, dense or with experts beside the MLP: after `modeling_gemma4.py` of transformers 5.24.
 
 Layers without a window have heads of another size, and fewer of them for keys. Their keys may be their values too, and only the
 fastest frequencies turn them. Queries, keys and values have norms, scores have no scale, each sublayer has a second norm after
@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from tilewright.models.config import ConfigReader, HeadSizes, scaling_fields
+from tilewright.models.experts import ExpertNames, Mixture
 from tilewright.models.families.gemma import cap
 from tilewright.models.family import FULL, SLIDING, Family, windows, write_windows
 
@@ -25,7 +26,6 @@ UNSUPPORTED = {
     "hidden_size_per_layer_input": "per-layer embeddings (E2B, E4B)",
     "num_kv_shared_layers": "layers that share keys and values (E2B, E4B)",
     "use_double_wide_mlp": "MLPs of double width (E2B)",
-    "enable_moe_block": "experts beside an MLP (26B-A4B)",
 }
 """Fields of parts that are not supported."""
 
@@ -53,7 +53,18 @@ def read(reader: ConfigReader) -> dict[str, Any]:
         "attention_scale": 1.0,
         "embedding_scale": math.sqrt(reader.integer("hidden_size")),
         "logit_softcap": cap(reader, "final_logit_softcapping"),
+        "mixture": read_mixture(reader) if reader.flag("enable_moe_block", default=False) else None,
+        "balance": 0.0,
     }
+
+
+def read_mixture(reader: ConfigReader) -> Mixture:
+    """Reads the experts of all layers."""
+    count = reader.integer("num_experts")
+    chosen = reader.integer("top_k_experts")
+    reader.require(chosen <= count, f"top_k_experts must be at most num_experts ({count}), found {chosen}")
+    size = reader.integer("moe_intermediate_size")
+    return Mixture(max(count, chosen), chosen, size, activation="gelu_tanh", beside_mlp=True)
 
 
 def read_global_heads(reader: ConfigReader, layers: list[int]) -> HeadSizes:
@@ -83,10 +94,19 @@ def read_global_heads(reader: ConfigReader, layers: list[int]) -> HeadSizes:
 def write(config: Any) -> dict[str, Any]:
     rope = {"rope_theta": config.rope_theta, "partial_rotary_factor": config.partial_rotary_factor}
     scaling = {"rope_type": "default"} if config.rope_scaling is None else scaling_fields(config.rope_scaling)
+    experts = {}
+    if config.mixture is not None:
+        experts = {
+            "enable_moe_block": True,
+            "num_experts": config.mixture.experts,
+            "top_k_experts": config.mixture.chosen,
+            "moe_intermediate_size": config.mixture.size,
+        }
     per_layer = {"hidden_size_per_layer_input": 0} if config.family == "gemma4_text" else {}
     return {
         **write_windows(config),
         **per_layer,
+        **experts,
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_parameters": {
             SLIDING: {"rope_type": "default", "rope_theta": config.local_rope_theta},
@@ -124,6 +144,7 @@ GEMMA4 = Family(
     activation="gelu_tanh",
     windows=True,
     rope_section=FULL,
+    experts=ExpertNames("router.proj", ("experts.gate_up_proj",) * 2, "experts.down_proj", scale="router.per_expert_scale"),
 )
 GEMMA4_UNIFIED = replace(
     GEMMA4,
