@@ -21,6 +21,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -215,7 +217,33 @@ def models() -> dict[str, PreTrainedModel]:
         ),
         **mixtures(narrow),
         **hybrids(narrow),
+        # New models go to the end: a model's place is its seed.
+        "gemma4-tied": Gemma4ForCausalLM(gemma4(narrow)),
+        "gemma4-moe": Gemma4ForCausalLM(
+            gemma4(narrow, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=24)
+        ),
     }
+
+
+def gemma4(narrow: dict[str, Any], **more: Any) -> Gemma4TextConfig:
+    """Layers without a window have one key head of 32, whose keys are the values too."""
+    return Gemma4TextConfig(
+        **narrow,
+        **more,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=12,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        final_logit_softcapping=8.0,
+        hidden_size_per_layer_input=0,
+        eos_token_id=5,
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 50000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    )
 
 
 def mixtures(narrow: dict[str, Any]) -> dict[str, PreTrainedModel]:
@@ -279,10 +307,13 @@ def hybrids(narrow: dict[str, Any]) -> dict[str, PreTrainedModel]:
 def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Draws every weight anew: norms that are not ones, and matrices large enough for attention to be far from uniform.
 
-    Gemma's norms and those of hybrids are stored as what they are more than one, but for the norms of linear attention. Of the
-    states of such layers most stays from position to position.
+    Norms of Gemma 2 and 3 and those of hybrids are stored as what they are more than one, but for the norms of linear
+    attention. Of the states of such layers most stays from position to position. Gemma 4's scalars of layers are no parameters.
     """
-    centred = model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
+    centred = model.config.model_type.startswith(("gemma2", "gemma3", "qwen3_next", "qwen3_5"))
+    for name, number in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            number.copy_(0.5 + torch.rand(1, generator=generator))
     for name, weight in model.named_parameters():
         drawn = torch.randn(weight.shape, generator=generator)
         if weight.ndim == 1:

@@ -16,6 +16,10 @@ from tilewright.kernels import native
 from tilewright.kernels.attention import cpu, reference, xla
 from tilewright.kernels.attention.xla import KeyValues
 from tilewright.kernels.heads.cpu import norm_rotate
+from tilewright.kernels.linear.cpu import Joint
+from tilewright.kernels.masks import causal_from
+from tilewright.kernels.operations import Heads, KeyValueRows, Norm, Scores
+from tilewright.kernels.select import PLAIN, operations
 
 seeds = st.integers(0, 2**31 - 1)
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
@@ -228,6 +232,32 @@ def test_norm_and_rotation_give_what_is_appended(dtype, norms: bool):
     assert none.shape == (2, 5, 0, 48)
     np.testing.assert_array_equal(k_only, k)
     np.testing.assert_array_equal(v_only, v)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_values_with_a_norm_that_are_keys(dtype):
+    """Gemma 4's heads of 512: values are the keys before norm and rotation, divided by their root mean square."""
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(normal(rng, 2, 5, heads * 512), dtype) for heads in (4, 2))
+    angles = rng.uniform(0, 6, (2, 5, 256))
+    rope = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
+    norms = [Norm(jnp.asarray(normal(rng, 512), dtype), 1e-5) for _ in range(2)]
+    spec = Heads(512, norms[0], norms[1], rope, Scores(1 / 64), None, Norm(jnp.ones(512, dtype), 1e-5), keys_are_values=True)
+    held = KeyValueRows(*(jnp.zeros((2, 2, 9, 512), dtype) for _ in range(2)))
+    mask = causal_from(jnp.asarray([3, 4]), counts=jnp.asarray([5, 2]))
+    runs = []
+    for ops, projection in ((operations(), Joint(jnp.concatenate([q, k], -1), (2048, 1024))), (PLAIN, (q, k))):
+        run = jax.jit(lambda p, cache, ops=ops: (ops.attend_projected(ops, p, spec, cache, mask), ops.heads(p, spec)[2]))
+        (out, cache), values = run(projection, held)
+        found = [out[0], out[1, :2], cache.k, cache.v, values]
+        runs.append([np.asarray(part.astype(jnp.float32)) for part in found])
+    for found, expected in zip(*runs, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 if dtype == jnp.float32 else 0.06)
+    keys = np.asarray(k.astype(jnp.float32), np.float64).reshape(2, 5, 2, 512)
+    expected = keys / np.sqrt(np.mean(keys**2, axis=-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(runs[0][4].transpose(0, 2, 1, 3), expected, rtol=0, atol=1e-5 if dtype == jnp.float32 else 0.02)
+    np.testing.assert_array_equal(runs[0][3][0, :, 3:8], runs[0][4][0])
 
 
 @needs_native

@@ -62,7 +62,7 @@ def golden_tokens(name: str) -> tuple[list[list[int]], list[list[int]]]:
         return inputs, outputs["greedy"].tolist()
 
 
-QUICK = [("phi3-partial", "auto", "ngram"), ("smollm3-tied", "auto", "ngram")]
+QUICK = [("gemma4-tied", "auto", "ngram"), ("phi3-partial", "auto", "ngram"), ("smollm3-tied", "auto", "ngram")]
 """Families in which the kernels do something that no other test has them do; the others in the slow tests."""
 
 

@@ -74,6 +74,24 @@ def test_pages_before_the_window_are_given_up(mistral: LanguageModel):
     assert not any(engine.scheduler.groups[1].pages.ref_counts)
 
 
+def test_layers_with_a_window_have_heads_of_their_own(tokenizer: Path, tmp_path: Path):  # noqa: F811
+    """Prefixes are shared and requests preempted; memory counts each layer's heads, and tokens are those of transformers."""
+    lm = load(copied(tmp_path / "target", "gemma4-tied", tokenizer), "ngram", table=TABLE, block_size=4)
+    engine = engine_of(lm, pages=9)
+    requests, want = asks("gemma4-tied")
+    again = [0, 1, 1, 0, 1]
+    listeners, _ = drive(engine, [requests[n] for n in again], np.random.default_rng(0))
+    assert [each.tokens for each in listeners] == [want[n] for n in again]
+    assert engine.stats().prefix_hits > 0
+    # Two key heads of 16 in layers with a window, one of 32 in the others: keys and values in float32, two layers of each.
+    sizes = engine.decoding.sizes
+    assert sizes is not None
+    layout = sizes.layout
+    assert sizes.held_bytes == 2 * 2 * 32 * 4 * PAGE * (layout.pages + layout.windows[0].pages)
+    with pytest.raises(ValueError, match="expected one device for gemma4_text"):
+        load(tmp_path / "target", table=TABLE, mesh=make_mesh({"tp": 2}))
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_prefixes_are_found_and_the_newest_gives_way(mistral: LanguageModel, seed: int):
     """With few pages, requests that begin alike and are asked for again: the tokens stay those of transformers."""
@@ -90,7 +108,7 @@ def test_prefixes_are_found_and_the_newest_gives_way(mistral: LanguageModel, see
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2-tied", "gemma3-tied", "mistral-window", "qwen3-window"])
+@pytest.mark.parametrize("name", ["gemma2-tied", "gemma3-tied", "gemma4-tied", "mistral-window", "qwen3-window"])
 def test_every_family_with_windows_and_a_learnt_drafter(name: str, tokenizer: Path, tmp_path: Path):  # noqa: F811
     folder = copied(tmp_path / "target", name, tokenizer)
     drafter = random_drafter(tmp_path / "drafter", decoder_config(folder))

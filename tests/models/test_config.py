@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.sizes import decoder_config
-from tilewright.models.config import MaskedBlocks
+from tilewright.models.config import HeadSizes, MaskedBlocks
 from tilewright.models.decoder import DecoderConfig, config_from_hf, config_to_hf
 from tilewright.models.delta import DeltaSizes
 from tilewright.models.experts import Mixture
-from tilewright.models.layers import LinearScaling, Llama3Scaling, YarnScaling
+from tilewright.models.layers import LinearScaling, Llama3Scaling, ProportionalScaling, YarnScaling
 from tilewright.models.quantised import SUPPORTED
 from tilewright.models.registry import FAMILIES
 
@@ -183,6 +183,33 @@ def test_published_qwen2():
     assert problems({**QWEN25, "attention_bias": False}) == ["attention_bias=False is not supported (only True)"]
 
 
+def gemma4(**more: Any) -> DecoderConfig:
+    return decoder_config(
+        "gemma4_text",
+        96,
+        32,
+        56,
+        4,
+        4,
+        2,
+        16,
+        rope_theta=5e4,
+        rope_scaling=ProportionalScaling(0.25),
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        eos_token_ids=(5,),
+        sliding_window=12,
+        sliding_layers=(0, 2),
+        local_rope_theta=1e4,
+        global_heads=HeadSizes(1, 32, keys_are_values=True),
+        attention_scale=1.0,
+        balance=0.0,
+        embedding_scale=32**0.5,
+        logit_softcap=8.0,
+        **more,
+    )
+
+
 GOLDEN_CONFIGS = {
     "qwen2-untied": decoder_config("qwen2", 96, 48, 64, 2, 6, 2, 8, max_position_embeddings=256, eos_token_ids=(5,)),
     "llama-scaled": decoder_config(
@@ -318,6 +345,8 @@ GOLDEN_CONFIGS = {
         attention_scale=24**-0.5,
         embedding_scale=32**0.5,
     ),
+    "gemma4-moe": gemma4(mixture=Mixture(8, 3, 24, activation="gelu_tanh", beside_mlp=True)),
+    "gemma4-tied": gemma4(),
     "mistral-window": decoder_config(
         "mistral",
         96,
@@ -441,7 +470,9 @@ def test_a_window_that_no_context_comes_to_the_end_of(name: str, kept: bool):
     assert [found.kind(layer).rotation for layer in range(2)] == [whole.kind(layer).rotation for layer in range(2)]
 
 
-@pytest.mark.parametrize("name", sorted(GOLDEN_CONFIGS.keys() - {"gemma3-tied"}))  # whose older spelling has names of its own
+@pytest.mark.parametrize(
+    "name", sorted(GOLDEN_CONFIGS.keys() - {"gemma3-tied", "gemma4-moe", "gemma4-tied"})
+)  # which have two rotations
 @pytest.mark.parametrize("type_key", ["rope_type", "type"])
 def test_older_spelling_of_the_same(name: str, type_key: str):
     fields = json.loads((GOLDENS / name / "config.json").read_text())
@@ -556,7 +587,8 @@ def test_defaults():
         ({"rope_theta": "1e6"}, "rope_theta must be a number above 1, found '1e6'"),
         (
             {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}},
-            "rope_scaling type 'ntk' is not supported (only 'default', 'llama3', 'linear', 'dynamic', 'yarn', 'longrope')",
+            "rope_scaling type 'ntk' is not supported "
+            "(only 'default', 'llama3', 'linear', 'dynamic', 'yarn', 'longrope', 'proportional')",
         ),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [1.0, -1.0]}},

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from tilewright.kernels.operations import Heads, Joined, Operations
 from tilewright.kernels.select import PLAIN, operations, training_operations
 from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder
-from tilewright.models.decoder import DecoderConfig, DecoderParams, causal_attend, declare, forward, forward_full
+from tilewright.models.config import LayerKind
+from tilewright.models.decoder import DecoderConfig, DecoderParams, Layer, causal_attend, declare, forward, forward_full
 from tilewright.models.params import abstract, count, initialise, spec_leaves, to_tensors
 from tilewright.models.stack import SINGLE_DEVICE, TRACED_ONCE, Strategy
 from tilewright.models.stored import read_headers, stacked
@@ -25,6 +27,8 @@ GOLDENS = Path(__file__).parents[1] / "golden" / "decoders"
 NAMES = [
     "gemma2-tied",
     "gemma3-tied",
+    "gemma4-moe",
+    "gemma4-tied",
     "gpt-oss",
     "llama-scaled",
     "llama-untied",
@@ -240,19 +244,21 @@ def test_logical_axes(golden: Golden):
     sizes = {
         "vocab": config.vocab_size,
         "hidden": config.hidden_size,
-        "heads": config.num_heads * config.head_dim,
-        "kv_heads": config.num_kv_heads * config.head_dim,
-        "head": config.head_dim,
         "mlp": config.intermediate_size,
         "query_heads": config.num_heads,
+        "single": 1,
         **delta_axes(config),
     }
     if (mixture := config.mixture) is not None:
         both = 2 * mixture.size if mixture.clamped else mixture.size  # of gate and up, where one array has them
         sizes |= {"experts": mixture.experts, "router": mixture.experts, "expert": mixture.size, "gate_up": both}
-        sizes |= {"shared_expert": mixture.shared, "single": 1}
-    for spec in spec_leaves(declare(config)):
-        assert spec.shape == tuple(sizes[axis] for axis in spec.axes), spec.name
+        sizes |= {"shared_expert": mixture.shared}
+    declared = declare(config)
+    for part in (replace(declared, layers=()), *declared.layers):
+        heads = config.heads(part.kind if isinstance(part, Layer) else LayerKind())
+        own = {"heads": config.num_heads * heads.head_dim, "kv_heads": heads.kv_heads * heads.head_dim, "head": heads.head_dim}
+        for spec in spec_leaves(part):
+            assert spec.shape == tuple((sizes | own)[axis] for axis in spec.axes), spec.name
 
 
 def delta_axes(config: DecoderConfig) -> dict[str, int]:
@@ -265,7 +271,6 @@ def delta_axes(config: DecoderConfig) -> dict[str, int]:
         "delta_heads": sizes.value_heads,
         "delta_head": sizes.value_dim,
         "taps": sizes.taps,
-        "single": 1,
     }
 
 

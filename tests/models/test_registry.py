@@ -9,9 +9,10 @@ import pytest
 from models.test_config import LLAMA31, QWEN3, QWEN25, problems
 from tilewright.kernels.operations import is_batch_invariant
 from tilewright.kernels.select import PLAIN
+from tilewright.models.config import HeadSizes
 from tilewright.models.decoder import DecoderConfig, config_from_hf, config_to_hf
 from tilewright.models.experts import ClampedGate, Mixture
-from tilewright.models.layers import LinearScaling, YarnScaling
+from tilewright.models.layers import LinearScaling, ProportionalScaling, YarnScaling
 from tilewright.models.registry import FAMILIES
 
 MISTRAL: dict[str, Any] = {**LLAMA31, "model_type": "mistral", "rope_scaling": None, "max_position_embeddings": 32768}
@@ -70,6 +71,79 @@ def test_published_gemma3():
     again = config_from_hf(json.loads(json.dumps(config_to_hf(config))))
     assert again == replace(config, attention_scale=again.attention_scale)
     assert again.attention_scale == pytest.approx(config.attention_scale)
+
+
+GEMMA4_31B: dict[str, Any] = {
+    "model_type": "gemma4",
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "text_config": {
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 5376,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 21504,
+        "max_position_embeddings": 262144,
+        "model_type": "gemma4_text",
+        "num_attention_heads": 32,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+        "sliding_window": 1024,
+        "use_bidirectional_attention": "vision",
+    },
+}
+
+
+def test_published_gemma4():
+    config = config_from_hf(GEMMA4_31B)
+    assert [n for n in range(60) if n not in config.sliding_layers] == list(range(5, 60, 6))
+    local, whole = config.kind(4), config.kind(5)
+    assert (local.window, local.rotation, config.heads(local)) == (1024, "local", HeadSizes(16, 256))
+    assert (whole.window, whole.rotation, config.heads(whole)) == (None, "global", HeadSizes(4, 512, keys_are_values=True))
+    assert (local.scale, whole.scale, local.value_norm, whole.value_norm) == (1.0, 1.0, True, True)
+    assert (config.rope_theta, config.local_rope_theta, config.rope_scaling) == (1e6, 1e4, ProportionalScaling(0.25))
+    frequencies = config.rope_frequencies
+    assert (len(frequencies), frequencies[1], frequencies[64:]) == (256, pytest.approx(1e6 ** (-2 / 512)), [0.0] * 192)
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+def test_gemma4_as_transformers_saves_it():
+    """The heads of layers without a window are in an entry for each of them."""
+    text = {name: value for name, value in GEMMA4_31B["text_config"].items() if "global" not in name}
+    entries = {str(n): {"head_dim": 512, "num_key_value_heads": 4} for n in range(5, 60, 6)}
+    assert config_from_hf({**GEMMA4_31B, "text_config": {**text, "per_layer_config": entries}}) == config_from_hf(GEMMA4_31B)
+    entries["5"] = {"head_dim": 256, "num_key_value_heads": 4}
+    (found,) = problems({**text, "per_layer_config": entries})
+    assert found.startswith("per_layer_config must have one and the same entry for each of layers [5, 11, ")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size_per_layer_input": None}, ""),
+        ({"hidden_size_per_layer_input": 256}, "is not supported: per-layer embeddings (E2B, E4B)"),
+        ({"num_kv_shared_layers": 20}, "is not supported: layers that share keys and values (E2B, E4B)"),
+        ({"use_double_wide_mlp": True}, "is not supported: MLPs of double width (E2B)"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
+            "top_k_experts must be at most num_experts (4), found 5",
+        ),
+        ({"use_bidirectional_attention": "all"}, "is not supported (only 'vision')"),
+        ({"sliding_window": None}, "sliding_window must be a positive integer"),
+        ({"num_global_key_value_heads": 5}, "num_attention_heads is no multiple of num_global_key_value_heads"),
+        ({"layer_types": ["sliding_attention"] * 60}, "expected full_attention in the last of layer_types"),
+    ],
+)
+def test_what_gemma4_lacks_is_refused_by_name(change: dict[str, Any], said: str):
+    fields = {**GEMMA4_31B["text_config"], **change}
+    if not said:
+        assert config_from_hf(fields).global_heads == HeadSizes(4, 512, keys_are_values=True)
+        return
+    (found,) = problems(fields)
+    assert said in found
 
 
 @pytest.mark.parametrize(

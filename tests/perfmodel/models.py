@@ -21,6 +21,7 @@ class Sizes:
     tie_word_embeddings: bool = False
     mixture: None = None
     delta: None = None
+    global_heads: None = None
 
 
 LLAMA_8B = Sizes()

@@ -60,7 +60,12 @@ def test_a_tied_model_has_one_matrix_for_embedding_and_head():
 
 
 @pytest.mark.parametrize(
-    ("model", "found"), [("qwen3-moe", "mixtures of experts"), ("qwen3-next-moe", "mixtures of experts and linear attention")]
+    ("model", "found"),
+    [
+        ("qwen3-moe", "mixtures of experts"),
+        ("qwen3-next-moe", "mixtures of experts and linear attention"),
+        ("gemma4-tied", "heads that differ between layers"),
+    ],
 )
 def test_layers_that_are_not_modelled_are_refused(model: str, found: str):
     config = config_from_hf(json.loads((GOLDEN / model / "config.json").read_text()))

@@ -94,6 +94,8 @@ class Heads(NamedTuple):
         rope: cosines and sines `[B, T, h]`, float32, that rotate the first 2 h entries of a head; h = 0 for no rotation.
         scores: rules for attention scores.
         window: number of positions that a query sees, including its own; None for all.
+        v_norm: RMSNorm of each head's values; None if the family has none.
+        keys_are_values: the projection has queries and keys, and the keys before norm and rotation are the values too.
     """
 
     head_dim: int
@@ -102,6 +104,8 @@ class Heads(NamedTuple):
     rope: tuple[Array, Array]
     scores: Scores = PLAIN_SCORES
     window: int | None = None
+    v_norm: Norm | None = None
+    keys_are_values: bool = False
 
 
 class Quantised(NamedTuple):

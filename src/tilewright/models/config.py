@@ -15,6 +15,7 @@ from tilewright.models.layers import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     Rope,
     RopeScaling,
     YarnScaling,
@@ -41,6 +42,7 @@ SCALINGS: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor", "original_max_position_embeddings")),
+    "proportional": (("partial_rotary_factor",), ("factor",)),
 }
 """Kinds of `rope_scaling`, each with its required and its optional fields.
 
@@ -60,6 +62,20 @@ Rotation = Literal["global", "local", "none"]
 
 
 @dataclass(frozen=True)
+class HeadSizes:
+    """Keys and values of a layer.
+
+    Attributes:
+        kv_heads, head_dim: number of key/value heads, and size of all heads.
+        keys_are_values: values are the keys before their norm and rotation, and have no matrix of their own.
+    """
+
+    kv_heads: int
+    head_dim: int
+    keys_are_values: bool = False
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """Settings in which the layers of one model differ, besides their arrays.
 
@@ -67,6 +83,8 @@ class LayerKind:
         window, scale, softcap: see `operations.Scores`.
         mixture: the experts that replace the MLP; None for an MLP.
         delta: the linear attention that replaces attention; None for attention.
+        heads: the layer's own heads; None for those of the model.
+        value_norm: values have an RMSNorm per head, without weights.
     """
 
     rotation: Rotation = "global"
@@ -75,6 +93,8 @@ class LayerKind:
     softcap: float | None = None
     mixture: Mixture | None = None
     delta: DeltaSizes | None = None
+    heads: HeadSizes | None = None
+    value_norm: bool = False
 
 
 FirstToken = Literal["likely", "drawn"]
@@ -152,6 +172,10 @@ class Sizes:
     def rope_frequencies(self) -> list[float]:
         rotated = int(self.head_dim * self.partial_rotary_factor)
         return rope_frequencies(rotated, self.rope_theta, self.rope_scaling)
+
+    def heads(self, kind: LayerKind) -> HeadSizes:
+        """Returns the heads of a layer of this kind."""
+        return kind.heads or HeadSizes(self.num_kv_heads, self.head_dim)
 
     @property
     def needs_xla(self) -> bool:
@@ -310,7 +334,10 @@ class ConfigReader:
         for name in IMAGE_AXES:
             scaling.pop(name, None)
         base = float(theta) if good and theta is not None else ROPE_THETA
-        return RopeFields(base, self._rope_scaling(kind, scaling), float(fraction) if in_range else 1.0)
+        fraction = float(fraction) if in_range else 1.0
+        if kind == "proportional":  # the fraction chooses frequencies, and the whole head counts as rotated
+            scaling["partial_rotary_factor"], fraction = fraction, 1.0
+        return RopeFields(base, self._rope_scaling(kind, scaling), fraction)
 
     def _rope_scaling(self, kind: object, given: dict[str, Any]) -> RopeScaling | None:
         if kind not in SCALINGS:
@@ -329,12 +356,16 @@ class ConfigReader:
             for name in YARN_FLAGS:
                 self.require(given.get(name) in (None, True, False), f"rope_scaling: {name} must be true or false")
         wrong = [name for name in optional if name not in YARN_FLAGS and given.get(name) is not None]
-        wrong = [name for name in wrong if kind == "yarn" and not (is_number(given[name]) and given[name] >= 0)]
+        wrong = [
+            name for name in wrong if kind in ("yarn", "proportional") and not (is_number(given[name]) and given[name] >= 0)
+        ]
         self.require(not wrong, f"rope_scaling: {', '.join(wrong)} must be positive numbers")
         if missing or wrong or kind in ("default", "dynamic"):
             return None
         if kind == "linear":
             return LinearScaling(float(given["factor"]))
+        if kind == "proportional":
+            return ProportionalScaling(float(given["partial_rotary_factor"]), float(given.get("factor") or 1))
         if kind == "yarn":
             return self._yarn(given)
         factor, low, high, original = (given[name] for name in required)

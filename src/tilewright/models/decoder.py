@@ -17,10 +17,29 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from tilewright.kernels.masks import causal_from
-from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed, softcapped
-from tilewright.models.config import ConfigReader, LayerKind, MaskedBlocks, Rotation, Sizes, text_config, with_yarn_context
+from tilewright.kernels.operations import (
+    HEAD_MULTIPLE,
+    Heads,
+    Joined,
+    Norm,
+    Operations,
+    Projection,
+    Scores,
+    Transposed,
+    softcapped,
+)
+from tilewright.models.config import (
+    ConfigReader,
+    HeadSizes,
+    LayerKind,
+    MaskedBlocks,
+    Rotation,
+    Sizes,
+    text_config,
+    with_yarn_context,
+)
 from tilewright.models.delta import DeltaSizes, attend_delta, project_delta, with_delta
-from tilewright.models.experts import Mixture, declare_mixture, routed_product, routed_weights
+from tilewright.models.experts import Mixture, MlpBeside, declare_mixture, gelu_product, routed_product, routed_weights
 from tilewright.models.family import Family
 from tilewright.models.layers import Rope, rope_frequencies, rope_tables
 from tilewright.models.lora import adapted_operations, row_ranks
@@ -41,6 +60,7 @@ class DecoderConfig(Sizes):
         unrotated_layers: layers, from 0, without rotary embedding.
         sliding_window, sliding_layers: number of positions that a query attends to in these layers, including its own.
         local_rope_theta: rotary base of the sliding-window layers; None for that of the other layers.
+        global_heads: heads of layers without a sliding window; None for those of the other layers.
         attention_scale, score_softcap: see `operations.Scores`.
         logit_softcap: logits x become `logit_softcap * tanh(x / logit_softcap)`; None for no cap.
         embedding_scale: multiplier of embeddings.
@@ -60,6 +80,7 @@ class DecoderConfig(Sizes):
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     local_rope_theta: float | None = None
+    global_heads: HeadSizes | None = None
     attention_scale: float | None = None
     score_softcap: float | None = None
     logit_softcap: float | None = None
@@ -84,13 +105,16 @@ class DecoderConfig(Sizes):
         window = self.sliding_window if sliding else None
         mixture = None if layer in self.dense_layers else self.mixture
         delta = self.delta if layer in self.delta_layers else None
-        return LayerKind(rotation, window, self.attention_scale, self.score_softcap, mixture, delta)
+        heads = None if sliding else self.global_heads
+        norm = FAMILIES[self.family].value_norm
+        return LayerKind(rotation, window, self.attention_scale, self.score_softcap, mixture, delta, heads, norm)
 
     @property
     def needs_xla(self) -> bool:
         """True if XLA must compute layers on CPUs too: linear attention, capped scores, sinks or unsupported head sizes."""
         scores = self.score_softcap is not None or FAMILIES[self.family].sinks
-        return super().needs_xla or self.delta is not None or scores
+        heads = self.global_heads is not None and self.global_heads.head_dim % HEAD_MULTIPLE != 0
+        return super().needs_xla or self.delta is not None or scores or heads
 
     @property
     def mlp_columns(self) -> int:
@@ -98,12 +122,21 @@ class DecoderConfig(Sizes):
         if self.mixture is None:
             return self.intermediate_size
         experts = self.mixture.chosen * self.mixture.size
+        if self.mixture.beside_mlp:
+            return experts + self.intermediate_size
         return max(experts, self.intermediate_size) if self.dense_layers else experts
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer; None for full attention."""
         return tuple(self.kind(n).window for n in range(self.num_layers))
+
+    @property
+    def rope_frequencies(self) -> list[float]:
+        if self.global_heads is None:
+            return super().rope_frequencies
+        rotated = int(self.global_heads.head_dim * self.partial_rotary_factor)
+        return rope_frequencies(rotated, self.rope_theta, self.rope_scaling)
 
     def rope_tables(self, positions: Int[Array, "B T"]) -> dict[Rotation, Rope]:
         found = super().rope_tables(positions)
@@ -155,11 +188,15 @@ def read_decoder(read: ConfigReader, name: str) -> DecoderConfig:
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """Returns the `config.json` of a model, which other libraries read too."""
     family = FAMILIES[config.family]
+    sizes = config.to_hf()
+    own = family.write(config)
+    if "rope_parameters" in own:  # the fields before it, which would take precedence
+        del sizes["rope_theta"], sizes["rope_scaling"]
     return {
         "architectures": [family.architecture],
         "model_type": config.family,
-        **config.to_hf(),
-        **family.write(config),
+        **sizes,
+        **own,
         "attention_bias": family.qkv_bias,
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
@@ -179,6 +216,8 @@ class Layer:
         attention_out_norm, mlp_out_norm: norms of the sublayers' outputs; None if the family has none.
         gate: matrix of the attention output's gate; None if the family has none.
         delta: `DeltaWeights` instead of queries, keys and values, if attention is linear.
+        beside: `MlpBeside` of a layer that adds its experts to an MLP; None if experts replace it, or there are none.
+        scalar: factor `[1]` of the residual stream after the layer; None if the family has none.
         kind: static settings, the same in a declaration and in its parameters.
     """
 
@@ -198,10 +237,12 @@ class Layer:
     router: Any = None
     gate: Any = None
     delta: Any = None
+    beside: Any = None
+    scalar: Any = None
     kind: LayerKind = field(default=LayerKind(), metadata={"static": True})
 
 
-MLP_FIELDS = ("post_attention_norm", "gate_up", "down", "mlp_out_norm", "router")
+MLP_FIELDS = ("post_attention_norm", "gate_up", "down", "mlp_out_norm", "router", "beside", "scalar")
 """Fields of a layer that its MLP sublayer reads."""
 
 
@@ -240,15 +281,17 @@ def declare_layer(config: Any, prefix: str, family: Family, inputs: int | None =
     """
     h = config.hidden_size
     i = config.intermediate_size
-    d = config.head_dim
+    heads = config.heads(kind)
+    d = heads.head_dim
     query = config.num_heads * d
-    key = config.num_kv_heads * d
+    key = heads.kv_heads * d
     attn = f"{prefix}.self_attn"
     mlp = f"{prefix}.mlp"
     out_scale = 0.02 / (2 * config.num_layers) ** 0.5
     qkv = [
         (f"{attn}.{name}_proj", size, axis)
         for name, size, axis in (("q", query, "heads"), ("k", key, "kv_heads"), ("v", key, "kv_heads"))
+        if not (name == "v" and heads.keys_are_values)
     ]
     matrices = [matrix(f"{name}.weight", inputs or h, size, ("hidden", axis), units=(1, d)) for name, size, axis in qkv]
     gate_up = [matrix(f"{mlp}.{name}_proj.weight", h, i, ("hidden", "mlp")) for name in ("gate", "up")]
@@ -265,11 +308,17 @@ def declare_layer(config: Any, prefix: str, family: Family, inputs: int | None =
 
     joined = Joined(tuple(gate_up), gated=True) if family.activation == "silu" else tuple(gate_up)
     down = matrix(f"{mlp}.down_proj.weight", i, h, ("mlp", "hidden"), out_scale)
+    after, before_mlp = ("post_attention_layernorm", "pre_feedforward_layernorm")[:: 1 if family.post_norms else -1]
     router = None
+    beside = None
     if kind.mixture is not None:
         assert family.experts is not None, f"{family.name} has no experts"
+        if kind.mixture.beside_mlp:
+            out_norms = [norm(f"post_feedforward_layernorm_{n}") for n in (1, 2)]
+            router_norm = norm_weight(f"{prefix}.router.scale", h)
+            beside = MlpBeside(norm(before_mlp), joined, down, out_norms[0], out_norms[1], router_norm)
+            before_mlp = "pre_feedforward_layernorm_2"
         router, joined, down = declare_mixture(kind.mixture, family.experts, prefix, h, out_scale)
-    after, before_mlp = ("post_attention_layernorm", "pre_feedforward_layernorm")[:: 1 if family.post_norms else -1]
     return Layer(
         input_norm=norm("input_layernorm"),
         qkv=Joined(tuple(matrices)),
@@ -286,6 +335,8 @@ def declare_layer(config: Any, prefix: str, family: Family, inputs: int | None =
         attention_out_norm=norm(after) if family.post_norms else None,
         mlp_out_norm=norm("post_feedforward_layernorm") if family.post_norms else None,
         gate=gate,
+        beside=beside,
+        scalar=ArraySpec(f"{prefix}.layer_scalar", (1,), ("single",), init="ones") if family.layer_scalar else None,
         kind=kind,
     )
 
@@ -339,7 +390,10 @@ def head_norms(config: Any, layer: Layer, rope: Rope) -> Heads:
     """Returns the settings of a layer's heads: norms, rotation, scores and window."""
     q_norm, k_norm = (None if w is None else Norm(w, config.rms_norm_eps) for w in (layer.q_norm, layer.k_norm))
     scores = Scores(layer.kind.scale, layer.kind.softcap, layer.sinks)
-    return Heads(config.head_dim, q_norm, k_norm, rope, scores, layer.kind.window)
+    sizes = config.heads(layer.kind)
+    # Norms of values have no weights.
+    v_norm = Norm(jnp.ones_like(layer.k_norm), config.rms_norm_eps) if layer.kind.value_norm else None
+    return Heads(sizes.head_dim, q_norm, k_norm, rope, scores, layer.kind.window, v_norm, sizes.keys_are_values)
 
 
 def output(
@@ -357,7 +411,13 @@ def output(
 def post_reduce(
     config: Any, ops: Operations, layer: Layer, sublayer: Sublayer, y: Float[Array, "*rows H"]
 ) -> Float[Array, "*rows H"]:
-    """Adds the bias and applies the norm of a sublayer, if the family has them, to the sublayer's reduced sum."""
+    """Adds the bias and applies the norm of a sublayer, if the family has them, to the sublayer's reduced sum.
+
+    Raises:
+        ValueError: the layer has a scalar, which only `mlp` applies, to the sum with the residual stream.
+    """
+    if layer.scalar is not None and sublayer == "mlp":
+        raise ValueError("expected one device for a model whose layers scale the residual stream, found a schedule of several")
     bias, norm = (layer.o_bias, layer.attention_out_norm) if sublayer == "attention" else (None, layer.mlp_out_norm)
     y = y if bias is None else y + bias
     return y if norm is None else ops.rms_norm(y, norm, config.rms_norm_eps)
@@ -385,15 +445,14 @@ def gated_projection(
 def gelu_gated(
     ops: Operations, x: Float[Array, "*rows H"], w: Any, norm: Norm | None = None, count: Int[Array, ""] | None = None
 ) -> Float[Array, "*rows I"]:
-    """Computes `gelu(x @ gate) * (x @ up)` with the tanh approximation (Hendrycks and Gimpel, arXiv 1606.08415, section 2).
+    """Computes `gelu(x @ gate) * (x @ up)`; see `experts.gelu_product`.
 
     Args:
         w: gate and up.
         count: see `Operations`.
     """
     h = x if norm is None else ops.rms_norm(x, *norm)
-    gate, up = (ops.linear(h, each, count=count) for each in w)
-    return (jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up.astype(jnp.float32)).astype(x.dtype)
+    return gelu_product(*(ops.linear(h, each, count=count) for each in w))
 
 
 def mlp(
@@ -409,6 +468,12 @@ def mlp(
     Operations may return other rows than those of `x` (see `stack.py`).
     """
     norm = Norm(layer.post_attention_norm, config.rms_norm_eps)
+    if layer.beside is not None:
+        y = mlp_and_experts(config, ops, layer, x, count)
+        if add is None:
+            return y
+        y = ops.rms_norm(y, layer.mlp_out_norm, config.rms_norm_eps)
+        return add + y if layer.scalar is None else rounded_product(add + y, layer.scalar)
     if layer.router is not None:
         weights = routed_weights(layer.router, layer.gate_up, layer.down)
         return ops.routed(ops, routed_product(layer.router.mixture), x, weights, norm, add, count)
@@ -418,7 +483,29 @@ def mlp(
         inner = ops.gated_linear(x, layer.gate_up, norm, count=count)
     if add is None or layer.mlp_out_norm is None:
         return ops.linear(inner, layer.down, add=add, count=count)
-    return add + post_reduce(config, ops, layer, "mlp", ops.linear(inner, layer.down, count=count))
+    y = ops.rms_norm(ops.linear(inner, layer.down, count=count), layer.mlp_out_norm, config.rms_norm_eps)
+    return add + y if layer.scalar is None else rounded_product(add + y, layer.scalar)
+
+
+def mlp_and_experts(
+    config: Any, ops: Operations, layer: Layer, x: Float[Array, "B T H"], count: Int[Array, ""] | None = None
+) -> Float[Array, "B T H"]:
+    """Returns the sum of an MLP and of the chosen experts, each behind a norm of its own; see `experts.MlpBeside`."""
+    beside: MlpBeside = layer.beside
+
+    def normed(x: Array, weight: Array) -> Array:
+        return ops.rms_norm(x, weight, config.rms_norm_eps)
+
+    inner = gelu_gated(ops, x, beside.gate_up, Norm(beside.norm, config.rms_norm_eps), count)
+    dense = normed(ops.linear(inner, beside.down, count=count), beside.out_norm)
+    product = routed_product(layer.router.mixture)
+    weights = routed_weights(layer.router, layer.gate_up, layer.down)
+    rows, routed = (
+        normed(x, weight).reshape(-1, x.shape[-1])
+        for weight in (layer.post_attention_norm, beside.router_norm * jnp.asarray(x.shape[-1] ** -0.5, x.dtype))
+    )
+    y = product.apply(ops, rows, weights, *product.choose(product.scores(ops, routed, weights), weights), count)
+    return dense + normed(y.reshape(x.shape).astype(x.dtype), beside.experts_norm)
 
 
 def stack_of(config: Any, ops: Operations, layers: tuple[Layer, ...], attend: Attend) -> Stack:
@@ -496,12 +583,17 @@ def forward(
 
 def scaled(config: DecoderConfig, embedded: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
     """Multiplies embeddings by the configured scale."""
-    if config.embedding_scale == 1:
-        return embedded
-    limits = jnp.finfo(embedded.dtype)
-    # XLA may contract a product and the sum that follows to one rounding, in some programs and not in others. Bounds that no
-    # product reaches keep them apart; an optimization barrier and `reduce_precision` do not.
-    return jnp.clip(embedded * jnp.asarray(config.embedding_scale, embedded.dtype), limits.min, limits.max)
+    return embedded if config.embedding_scale == 1 else rounded_product(embedded, config.embedding_scale)
+
+
+def rounded_product(x: Float[Array, "*rows H"], factor: float | Float[Array, "1"]) -> Float[Array, "*rows H"]:
+    """Multiplies in the dtype of `x`, with a rounding of its own.
+
+    XLA may contract a product and the sum that follows to one rounding, in some programs and not in others. Bounds that no
+    product reaches keep them apart; an optimization barrier and `reduce_precision` do not.
+    """
+    limits = jnp.finfo(x.dtype)
+    return jnp.clip(x * jnp.asarray(factor, x.dtype), limits.min, limits.max)
 
 
 def output_head(params: DecoderParams) -> Any:

@@ -8,7 +8,7 @@ Legend: R rows, H hidden size, E experts, K of them chosen for a row.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from tilewright.models.params import ArraySpec, matrix
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sizes of a mixture of experts that replaces an MLP.
+    """Sizes of a mixture of experts that replaces an MLP, or is added to one.
 
     Attributes:
         experts: E.
@@ -31,6 +31,8 @@ class Mixture:
         clamped: the gate is `ClampedGate`'s; None for `silu`.
         shared: the intermediate size of the shared expert, which every row uses; 0 if there is none.
         sigmoid: routing by sigmoids of the scores; None for their softmax.
+        activation: activation of the gate, without `clamped`.
+        beside_mlp: the layer also has an MLP (`MlpBeside`), and a norm of the router's own.
     """
 
     experts: int
@@ -40,6 +42,8 @@ class Mixture:
     clamped: "ClampedGate | None" = None
     shared: int = 0
     sigmoid: "SigmoidRouting | None" = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    beside_mlp: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.chosen <= self.experts:
@@ -127,6 +131,7 @@ class ExpertNames:
         shared: the shared expert.
         shared_gated: `<shared>_gate` weights the shared expert; otherwise its weight is 1.
         correction: the correction of the experts' affinities; empty without `SigmoidRouting`.
+        scale: factors of the experts' weights; empty if there are none.
     """
 
     router: str
@@ -136,6 +141,7 @@ class ExpertNames:
     shared: str = ""
     shared_gated: bool = True
     correction: str = ""
+    scale: str = ""
 
 
 @jax.tree_util.register_dataclass
@@ -150,7 +156,7 @@ class SharedExpert:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["weight", "bias", "expert_bias", "shared", "correction"],
+    data_fields=["weight", "bias", "expert_bias", "shared", "correction", "scale"],
     meta_fields=["mixture"],
 )
 @dataclass(frozen=True)
@@ -163,6 +169,7 @@ class Router:
         mixture: static settings, the same in a declaration and in its parameters.
         shared: `SharedExpert`; None if there is none.
         correction: addend `[E]` of the affinities in the choice of experts; None without `SigmoidRouting`.
+        scale: factor `[E]` of the weights of chosen experts; None for 1.
     """
 
     weight: Any
@@ -171,6 +178,27 @@ class Router:
     mixture: Mixture
     shared: Any = None
     correction: Any = None
+    scale: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MlpBeside:
+    """MLP of a layer that adds its experts to it (Gemma 4). All weights but the matrices are `[H]`.
+
+    Attributes:
+        norm: norm before the MLP; the experts have the layer's.
+        gate_up, down: matrices of the MLP, whose gate is that of the experts.
+        out_norm, experts_norm: norms of the MLP's and of the experts' output.
+        router_norm: norm before the router, whose weights count as divided by the square root of H.
+    """
+
+    norm: Any
+    gate_up: Any
+    down: Any
+    out_norm: Any
+    experts_norm: Any
+    router_norm: Any
 
 
 def declare_mixture(
@@ -197,12 +225,13 @@ def declare_mixture(
     weight = ArraySpec(f"{router}.weight", (hidden, e), ("hidden", "router"), "router", transposed=True)
     if len(set(names.gate_up)) < len(gate_up):
         gate_up = tuple(replace(part, rows=(n * i, 2 * i)) for n, part in enumerate(gate_up))
-    joined = Joined(gate_up, gated=True) if len(gate_up) == 2 else gate_up[0]
+    joined = gate_up[0] if len(gate_up) == 1 else gate_up if mixture.activation != "silu" else Joined(gate_up, gated=True)
     shared = None
     if mixture.shared:
         shared = declare_shared(mixture.shared, f"{prefix}.{names.shared}", hidden, out_scale, names.shared_gated)
     correction = None if mixture.sigmoid is None else ArraySpec(f"{prefix}.{names.correction}", (e,), ("router",))
-    return Router(weight, bias, expert_bias, mixture, shared, correction), joined, down
+    scale = ArraySpec(f"{prefix}.{names.scale}", (e,), ("router",), init="ones") if names.scale else None
+    return Router(weight, bias, expert_bias, mixture, shared, correction, scale), joined, down
 
 
 def declare_shared(size: int, name: str, hidden: int, out_scale: float, gated: bool) -> SharedExpert:
@@ -273,7 +302,9 @@ def routed_product(mixture: Mixture) -> RoutedProduct:
     """Returns the functions that compute a mixture: scores, routing, and the weighted sum."""
 
     def choose(scores: Array, w: RoutedWeights) -> tuple[Array, Array]:
-        return route(mixture, scores, w.replicated.correction)
+        experts, weights = route(mixture, scores, w.replicated.correction)
+        scale = w.replicated.scale
+        return experts, weights if scale is None else weights * scale.astype(jnp.float32)[experts]
 
     return RoutedProduct(router_scores, choose, sum_of_chosen, mixture.experts, mixture.chosen, mixture.shared > 0)
 
@@ -313,7 +344,10 @@ def sum_of_chosen(
     groups = grouped(experts, num_local, ops.first_expert(num_local), count)
     x = ops.gather_rows(h, groups.rows)
     if expert_bias is None:
-        inner = ops.grouped_gated(x, gate_up, groups.sizes)
+        if mixture.activation == "silu":
+            inner = ops.grouped_gated(x, gate_up, groups.sizes)
+        else:
+            inner = gelu_product(*(ops.grouped_linear(x, part, groups.sizes) for part in gate_up))
         y = ops.grouped_linear(inner, down, groups.sizes, jnp.float32)
     else:
         gate_bias, down_bias = (bias.astype(jnp.float32)[groups.experts] for bias in expert_bias)
@@ -333,6 +367,11 @@ def sum_of_chosen(
         else:
             total += jax.nn.sigmoid(ops.linear(h, router.shared.weight, jnp.float32)) * y
     return total
+
+
+def gelu_product(gate: Float[Array, "*rows I"], up: Float[Array, "*rows I"]) -> Float[Array, "*rows I"]:
+    """Computes `gelu(gate) * up` with the tanh approximation (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
+    return (jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
 class RouterLoad(NamedTuple):

@@ -102,6 +102,7 @@ class Family:
         defaults: values of fields that its configurations may omit.
         head_dim: default head size; None for the hidden size divided by the number of heads.
         qk_norm: queries and keys have an RMSNorm per head.
+        value_norm: values have an RMSNorm per head, without weights.
         qkv_bias: queries, keys and values have biases.
         output_bias: the output projection of attention has a bias.
         sinks: each query head has an attention sink; see `operations.Scores`.
@@ -111,6 +112,7 @@ class Family:
         rope_section: key in a `rope_parameters` that has an entry for each kind of layer.
         norm_offset: number added to the stored norm weights.
         post_norms: outputs of attention and MLP are normed before the residual addition.
+        layer_scalar: a stored number multiplies the residual stream after each layer.
         activation: activation of the gate.
         experts: tensor names of the mixture of experts; None without experts.
         experts_in_one: tensor names in checkpoints that store all experts in one tensor; None if there are no such checkpoints.
@@ -128,6 +130,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     head_dim: int | None = None
     qk_norm: bool = False
+    value_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     sinks: bool = False
@@ -139,6 +142,7 @@ class Family:
     rope_section: str | None = None
     norm_offset: float = 0.0
     post_norms: bool = False
+    layer_scalar: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     experts: ExpertNames | None = None
     experts_in_one: ExpertNames | None = None

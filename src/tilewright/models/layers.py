@@ -134,8 +134,32 @@ class LongRopeScaling:
         return [frequency / factor for frequency, factor in zip(plain_frequencies(dim, theta), factors, strict=True)]
 
 
-RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling
-"""Scaling of frequencies for contexts longer than in pretraining; the fields are those of `config.json`."""
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Rotation by the fastest frequencies of a whole head only (Gemma 4); its other entries do not turn.
+
+    Entry i turns with entry i + D / 2 of a head of size D, unlike under a `partial_rotary_factor` of the configuration.
+
+    Attributes:
+        partial_rotary_factor: fraction of the frequencies that are kept.
+        factor: divisor of these frequencies.
+    """
+
+    partial_rotary_factor: float
+    factor: float = 1.0
+    rope_type: Literal["proportional"] = "proportional"
+
+    @property
+    def attention_factor(self) -> float:
+        return 1.0
+
+    def frequencies(self, dim: int, theta: float) -> list[float]:
+        kept = int(self.partial_rotary_factor * dim // 2)
+        return [frequency / self.factor if i < kept else 0.0 for i, frequency in enumerate(plain_frequencies(dim, theta))]
+
+
+RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling | ProportionalScaling
+"""Changes of the plain frequencies, most of them for contexts longer than in pretraining; fields are those of `config.json`."""
 
 
 def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> list[float]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tilewright.models.families.fast_dllm import FAST_DLLM
 from tilewright.models.families.gemma import GEMMA2, GEMMA3
+from tilewright.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from tilewright.models.families.gpt_oss import GPT_OSS
 from tilewright.models.families.llada2 import LLADA2
 from tilewright.models.families.llama import LLAMA
@@ -32,6 +33,8 @@ FAMILIES: dict[str, Family] = {
         SMOLLM3,
         GEMMA2,
         GEMMA3,
+        GEMMA4,
+        GEMMA4_UNIFIED,
         MIXTRAL,
         GPT_OSS,
         QWEN3_NEXT,

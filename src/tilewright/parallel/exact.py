@@ -186,6 +186,8 @@ def heads_apart(ops: Operations, projection: tuple[Array, ...], spec: Heads) -> 
 
     XLA sums over a head's entries in an order that depends on the number of heads.
     """
+    if spec.keys_are_values:
+        projection, spec = (*projection, projection[-1]), spec._replace(keys_are_values=False)
     q, kv = (projection[0], projection[1:]) if len(projection) != 2 else (None, projection)
 
     def stacked(parts: tuple[Array, ...], select: Callable[[tuple[Any, Any, Any]], Any]) -> Any:

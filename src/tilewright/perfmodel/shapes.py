@@ -11,7 +11,8 @@ from tilewright.perfmodel.builder import BF16, MOVING, WeightTiles, product_cycl
 class Config(Protocol):
     """Protocol of a decoder's sizes, such as `models.decoder.DecoderConfig`.
 
-    `mixture` and `delta` are None for layers of softmax attention and an MLP; `Share` refuses other layers.
+    `mixture` and `delta` are None for layers of softmax attention and an MLP, `global_heads` for heads that are the same in
+    all layers; `Share` refuses other layers.
     """
 
     @property
@@ -34,6 +35,8 @@ class Config(Protocol):
     def mixture(self) -> object: ...
     @property
     def delta(self) -> object: ...
+    @property
+    def global_heads(self) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Share:
 
     def __post_init__(self) -> None:
         parts = {"mixtures of experts": self.config.mixture, "linear attention": self.config.delta}
+        parts["heads that differ between layers"] = self.config.global_heads
         if unmodelled := [name for name, part in parts.items() if part is not None]:
             found = " and ".join(unmodelled)
             raise ValueError(f"expected layers of softmax attention and an MLP (no others are modelled), found {found}")

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Int
 
 from tilewright.kernels.operations import Operations
+from tilewright.models.config import HeadSizes
 from tilewright.runtime import cache
 from tilewright.runtime.cache import KVCache
 
@@ -122,17 +123,17 @@ class Layout:
         return self.batch + self.snapshots
 
     def target_caches(
-        self, ops: Operations, windows: Iterable[int | None], kv_heads: int, head_dim: int, dtype: DTypeLike, devices: int = 1
+        self, ops: Operations, layers: Iterable[tuple[int | None, HeadSizes]], dtype: DTypeLike, devices: int = 1
     ) -> tuple[KVCache, ...]:
-        """Returns empty caches of layers with these windows, each in the pages of its group."""
+        """Returns empty caches of layers with these windows and heads, each in the pages of its group."""
         groups = {None: (0, self.pages)} | {each.window: (n, each.pages) for n, each in enumerate(self.windows, 1)}
 
-        def allocate(window: int | None) -> KVCache:
+        def allocate(window: int | None, heads: HeadSizes) -> KVCache:
             group, pages = groups[window]
-            (paged,) = cache.allocate_paged(ops, 1, None, pages, kv_heads, self.page_size, head_dim, dtype, devices)
+            (paged,) = cache.allocate_paged(ops, 1, None, pages, heads.kv_heads, self.page_size, heads.head_dim, dtype, devices)
             return replace(paged, group=group)
 
-        return tuple(map(allocate, windows))
+        return tuple(allocate(*layer) for layer in layers)
 
     def caches(
         self,

@@ -16,6 +16,7 @@ from tilewright.hardware.layers import LayerShapes, sharded_layer
 from tilewright.kernels.operations import Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.registry import FAMILIES
 from tilewright.parallel.auto import AUTO, STRATEGIES, Auto, mesh_fabric, strategy_of
 from tilewright.parallel.compiling import compile_over
 from tilewright.parallel.exact import Exact, head_by_head_operations
@@ -162,6 +163,8 @@ def layer_shapes(config: DecoderConfig, devices: int) -> LayerShapes:
 
 def check_family(config: DecoderConfig, schedule: str | None = None) -> None:
     """Raises a `ValueError` for a model whose layers this schedule cannot shard."""
+    if FAMILIES[config.family].layer_scalar:
+        raise ValueError(f"expected one device for {config.family}, whose layers scale the residual stream, found several")
     if schedule != EXACT:
         return
     mixture = config.mixture

@@ -413,8 +413,8 @@ def allocate_caches(target: Target, layout: Layout, drafter: Drafter | None, dty
     devices = 1 if target.mesh is None else target.mesh.shape[GROUPED_AXES[0]]
     held = held_dtype(target, dtype)
     kinds = [sizes.kind(n) for n in range(sizes.num_layers)]
-    windows = [kind.window for kind in kinds if kind.delta is None]
-    paged = iter(layout.target_caches(target.ops, windows, sizes.num_kv_heads, sizes.head_dim, held, devices))
+    layers = [(kind.window, sizes.heads(kind)) for kind in kinds if kind.delta is None]
+    paged = iter(layout.target_caches(target.ops, layers, held, devices))
     target_cache = tuple(
         next(paged) if kind.delta is None else DeltaState.empty(kind.delta, layout.state_rows, dtype) for kind in kinds
     )

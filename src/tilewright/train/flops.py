@@ -9,12 +9,13 @@ from tilewright.models.params import count
 
 
 def token_flops(config: DecoderConfig, length: int) -> float:
-    """Returns the forward and backward operations per token in a sequence of `length`: 6 N + 12 L H Q T + 18 M V D E.
+    """Returns the forward and backward operations per token in a sequence of `length`: 6 N + 12 A T + 18 M V D E.
 
     N is the number of parameters that multiply a token: not an embedding that is separate from the head, and only the active
-    experts of a mixture. L is the number of layers with softmax attention, with H heads of size Q, and T is the length. M is
-    the number of layers with linear attention, with V heads whose D × E state is read, updated and read again per position;
-    further products of chunks do not count. Recomputation in the backward pass does not count, causal attention counts fully.
+    experts of a mixture. A is the number of entries of query heads in all layers with softmax attention, and T is the length.
+    M is the number of layers with linear attention, with V heads whose D × E state is read, updated and read again per
+    position; further products of chunks do not count. Recomputation in the backward pass does not count, causal attention
+    counts fully.
     (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B.)
     """
     read_only = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
@@ -27,8 +28,9 @@ def token_flops(config: DecoderConfig, length: int) -> float:
     if config.delta is not None:
         sizes = config.delta
         linear = 18.0 * len(config.delta_layers) * sizes.value_heads * sizes.key_dim * sizes.value_dim
-    layers = config.num_layers - len(config.delta_layers)
-    return 6.0 * parameters + 12.0 * layers * config.num_heads * config.head_dim * length + linear
+    kinds = (config.kind(n) for n in range(config.num_layers))
+    columns = sum(config.num_heads * config.heads(kind).head_dim for kind in kinds if kind.delta is None)
+    return 6.0 * parameters + 12.0 * columns * length + linear
 
 
 def peak_flop_per_s(devices: int) -> float | None:

@@ -53,4 +53,7 @@ def identity_copy(layer: Layer) -> Layer:
     router = layer.router
     if router is not None and router.expert_bias is not None:
         router = replace(router, expert_bias=(router.expert_bias[0], zero(router.expert_bias[1])))
-    return replace(layer, o=zero(layer.o), o_bias=zero(layer.o_bias), down=zero(layer.down), router=router)
+    beside = None if layer.beside is None else replace(layer.beside, down=zero(layer.beside.down))
+    scalar = None if layer.scalar is None else jnp.ones_like(layer.scalar)
+    copy = replace(layer, o=zero(layer.o), o_bias=zero(layer.o_bias), down=zero(layer.down), router=router)
+    return replace(copy, beside=beside, scalar=scalar)

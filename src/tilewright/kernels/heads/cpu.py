@@ -6,6 +6,7 @@ Legend: B rows of a batch, T positions, N query heads, K key/value heads, D head
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Float32
@@ -23,7 +24,19 @@ def refuses_head_dim(head_dim: int) -> str:
 
 
 def operands_of(projection: Joint, spec: Heads) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the CPU kernels' operands for a projection, with or without queries: heads, norms and rotation."""
+    """Returns the CPU kernels' operands for a projection, with or without queries: heads, norms and rotation.
+
+    The kernels neither norm values nor take keys for them: the operands hold the finished values.
+    """
+    if spec.keys_are_values or spec.v_norm is not None:
+        *parts, values = projection.split()
+        if spec.keys_are_values:
+            parts.append(values)
+        if spec.v_norm is not None:
+            by_head = values.reshape(*values.shape[:2], -1, spec.head_dim)
+            values = norm_cpu.rms_norm(by_head, *spec.v_norm).reshape(values.shape)
+        parts.append(values)
+        projection = Joint(jnp.concatenate(parts, axis=-1), tuple(part.shape[-1] for part in parts))
     sizes = [size // spec.head_dim for size in projection.parts]
     queries = sizes[: len(sizes) % 2]
     key = sizes[-1] if len(sizes) > 1 else 0

@@ -55,12 +55,14 @@ def heads(
     rotate: Callable[[Array, Array, Array], Array] = rotate_halves,
     norm: Callable[[Array, Array, float], Array] = rms_norm,
 ) -> tuple[Any, Any, Any]:
-    """Splits a projection (q, k, v), (k, v) or (q,), each `[B, T, heads * D]`, into heads.
+    """Splits a projection (q, k, v), (k, v) or (q,), each `[B, T, heads * D]`, into heads; (q, k) if keys are values.
 
     Returns:
         Queries `[B, T, N, D]`, keys and values `[B, K, T, D]`; None for absent ones.
     """
     parts = [split_heads(part, spec.head_dim) for part in projection]
+    if spec.keys_are_values:
+        parts.append(parts[-1])
     q, kv = (parts[0], parts[1:]) if len(parts) != 2 else (None, parts)
 
     def rotated(x: Array, weight: Norm | None) -> Array:
@@ -69,4 +71,5 @@ def heads(
     queries = None if q is None else rotated(q, spec.q_norm)
     if not kv:
         return queries, None, None
-    return queries, rotated(kv[0], spec.k_norm).transpose(0, 2, 1, 3), kv[1].transpose(0, 2, 1, 3)
+    values = kv[1] if spec.v_norm is None else norm(kv[1], *spec.v_norm)
+    return queries, rotated(kv[0], spec.k_norm).transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
