@@ -78,7 +78,7 @@ class Renderer(ABC):
     Attributes:
         handles: request handles of all choices.
         generated: number of tokens of each choice so far.
-        started, ended: choices of which an output, or the last output, was rendered.
+        started, finished: choices of which an output, or the last output, was rendered.
         root: common fields of the response.
     """
 
@@ -88,7 +88,7 @@ class Renderer(ABC):
     handles: Sequence[RequestHandle]
     generated: list[int] = field(init=False)
     started: set[int] = field(init=False, default_factory=set)
-    ended: set[int] = field(init=False, default_factory=set)
+    finished: set[int] = field(init=False, default_factory=set)
     root: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class Renderer(ABC):
         first = index not in self.started
         self.started.add(index)
         if update.end is not None:
-            self.ended.add(index)
+            self.finished.add(index)
         self.generated[index] += len(tokens)
         return first, tokens
 
@@ -156,7 +156,7 @@ class Renderer(ABC):
     def passes(self) -> dict[str, Any]:
         """Returns the fields of denoising passes of a usage; none while a choice runs, and for other models."""
         passes = sum(handle.steps for handle in self.handles)
-        if not passes or len(self.ended) < len(self.handles):
+        if not passes or len(self.finished) < len(self.handles):
             return {}
         return {"denoising_passes": passes, "tokens_per_pass": sum(self.generated) / passes}
 
