@@ -11,7 +11,6 @@ import pytest
 from cli.conftest import Run as Command
 from tilewright.cli import train_diffusion as cli
 from tilewright.models.checkpoint import load_decoder
-from tilewright.models.config import MaskedBlocks
 from tilewright.models.diffusion import load_diffusion
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.train.data import MASK
@@ -94,7 +93,9 @@ def test_a_model_with_blocks_is_trained_from_a_masked_one_and_gone_on_from(run: 
     for folder, length in ((blocks, 8), (more, 8), (new, 16)):
         config, _ = load_decoder(folder, jnp.float32)
         assert config.family == "nemotron_labs_diffusion"
-        assert config.masked_blocks == MaskedBlocks(load_tokenizer(folder).token_to_id(MASK) or 0, length)
+        assert config.masked_blocks is not None
+        assert config.masked_blocks.mask_token_id == load_tokenizer(folder).token_to_id(MASK)
+        assert config.masked_blocks.length == length
         assert config.num_layers == 1
     for flags, expected in (
         (["--block-length", 8], "expected --block-length with --block-causal, found it alone"),

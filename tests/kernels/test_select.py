@@ -29,7 +29,7 @@ from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.programs import ProgramKey
 lm = load("demo")
 lm.generate(["def f(x):"])
-lm.engine(EngineOptions(pages=16)).programs.get(ProgramKey("prefill", 1, chunk=16))
+lm.engine(EngineOptions(pages=16)).decoding.programs.get(ProgramKey("prefill", 1, chunk=16))
 print([name for name in imported() if "pallas" in name or "nki" in name])
 """
 

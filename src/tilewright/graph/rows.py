@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
+
+# JAX 0.12: importing Pallas while a program is traced changes the context of traces, so that the next call would trace again.
+import jax.experimental.pallas.tpu
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32

@@ -8,9 +8,6 @@ from functools import partial
 from typing import Any
 
 import jax
-
-# JAX 0.12: importing Pallas while a program is traced changes the context of traces, so that the next call would trace again.
-import jax.experimental.pallas.tpu
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32

@@ -281,7 +281,7 @@ class LanguageModel:
             if self.placement is None:
                 drafter, params = drafter.without_copies(params, self.model.models.target.embed, self.head_columns)
             params = drafter.with_head(params, self.head_columns)
-        in_blocks = self.weights == "auto" and self.quantised
+        in_blocks = self.weights == "auto" and self.quantised and self.ops.packs
         prepared = (operations(weights="int4") if in_blocks else self.ops).prepare(drafter.declared, params, threads=cores())
         return replace(cast(Any, drafter), ops=self.ops), prepared if self.placement is None else self.placement.whole(prepared)
 

@@ -125,7 +125,8 @@ def step_bytes(target: DecoderParams, rows: int = 1) -> int:
 
 def is_quantised(params: Any) -> bool:
     """Returns True if some arrays have at most 8 bits per weight, as quantised matrices have."""
-    return any(jnp.dtype(array.dtype).itemsize == 1 for array in jax.tree.leaves(params))
+    dtypes = {jnp.dtype(array.dtype) for array in jax.tree.leaves(params)}
+    return any(dtype.itemsize == 1 for dtype in dtypes - {jnp.dtype(bool)})  # adapters have flags
 
 
 def weight_bytes(specs: Any, shardings: Any, itemsize: int, ops: Operations, native_formats: Mapping[str, str]) -> int:
