@@ -24,24 +24,13 @@ from tilewright.metrics.metric import Metric
 from tilewright.metrics.tables import FigureTable, print_table
 from tilewright.models import decoder, params
 from tilewright.models.config import MaskedBlocks
-from tilewright.models.decoder import DecoderConfig
 from tilewright.models.hub import PACKAGED
+from tilewright.models.published_configs import MODELS
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 
-CONFIG = DecoderConfig(
-    family="sdar",
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    tie_word_embeddings=True,
-    max_position_embeddings=512,
-)
+CONFIG = replace(MODELS["smollm2-135m"], family="sdar", max_position_embeddings=512)
 MASK = 1
 WAYS: dict[str, float | None] = {"by themselves": None, "with the next block": 0.0}
 """Share of rows with a block to store from which a pass runs two blocks; None for never."""
