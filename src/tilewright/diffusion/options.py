@@ -200,15 +200,8 @@ class Denoising:
         ):
             if not good:
                 raise ValueError(f"expected {expected}, found {found}")
-        for good, expected, found in (
-            (
-                not self.first_alone or self.block_steps > 1 or block == 1,
-                "at least 2 steps a block with first_alone",
-                self.steps,
-            ),
-        ):
-            if not good:
-                raise ValueError(f"expected {expected}, found {found}")
+        if self.first_alone and self.block_steps == 1 and block > 1:
+            raise ValueError(f"expected at least 2 steps a block with first_alone, found {self.steps}")
 
     @property
     def computes_all(self) -> bool:
