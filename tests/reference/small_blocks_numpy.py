@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.dflash_numpy import Array, Layer, Tensors, attention, random_layer, random_matrix, random_norm, rms_norm, rotate
+from reference import block_diffusion_numpy
+from reference.dflash_numpy import Array, Layer, Tensors, attention, rms_norm, rotate
 from reference.diffusion_numpy import Noise, Request, choose
 
 
@@ -106,35 +107,13 @@ def generate(
 
 
 def random_model(seed: int, size: int = 16, vocab_size: int = 40, layers: int = 3, eos: int | None = None) -> Model:
-    """A small model with random weights, whose probabilities are spread from near 0 to near 1."""
-    config = {
-        "model_type": "Fast_dLLM_Qwen",
-        "architectures": ["Fast_dLLM_QwenForCausalLM"],
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "mask_token_id": vocab_size - 1,
-        "bd_size": size,
-        "eos_token_id": eos,
-    }
-    rng = np.random.default_rng(seed)
-    tensors = {
-        "model.embed_tokens.weight": random_matrix(rng, vocab_size, 32, 32**0.5),
-        "model.norm.weight": random_norm(rng, 32),
-        "lm_head.weight": random_matrix(rng, vocab_size, 32, 3.0),
-    }
+    """SDAR's random model with biases in place of head norms."""
+    sdar = block_diffusion_numpy.random_model(seed, size, vocab_size, layers, eos)
+    config = {**sdar.config, "model_type": "Fast_dLLM_Qwen", "architectures": ["Fast_dLLM_QwenForCausalLM"]}
+    config["bd_size"] = config.pop("block_size")
+    tensors = {name: value for name, value in sdar.tensors.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))}
+    rng = np.random.default_rng([seed, 1])
     for n in range(layers):
-        layer = random_layer(rng, config, f"model.layers.{n}")
-        tensors |= {name: value for name, value in layer.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))}
         for name, heads in (("q", 4), ("k", 2), ("v", 2)):
             bias = rng.normal(scale=0.3, size=heads * 16).astype(np.float32)
             tensors[f"model.layers.{n}.self_attn.{name}_proj.bias"] = bias
