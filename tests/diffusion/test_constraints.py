@@ -117,7 +117,7 @@ def engine(warm: Engine, wants: object) -> Iterator[Engine]:
 
 
 def served(engine: Engine, asks: Sequence[DenoisingRequest]) -> list[tuple[Heard, RequestHandle]]:
-    """What each request is told, all at once."""
+    """Returns the updates and handles of requests that run together."""
     heard = [Heard() for _ in asks]
     handles = [engine.submit(asked, each) for asked, each in zip(asks, heard, strict=True)]
     run(engine)
