@@ -15,7 +15,7 @@ LOOP = ["--batch-size", 2, "--sequence-length", 16, "--held-out", 0.3, "--evalua
 ANCHORS = ["--loss", "anchors=4"]
 SIZES = {
     "dspark": "block_size=4,layers=1,markov_rank=6,markov_top_k=5",
-    "lilicorr": "block_size=4,layers=1,lattice_top_k=5,lattice_heads=2",
+    "lilicorr": "block_size=4,layers=1,lattice_top_k=4,lattice_heads=2",
 }
 MORE = {"dspark": "", "lilicorr": ",lattice_conv=true"}
 LOSS = {"dspark": "anchors=4,l1_weight=0.5", "lilicorr": "anchors=4"}
@@ -95,6 +95,7 @@ def test_a_dflash_drafter_as_backbone(run: Run, text: Path, folders: tuple[Path,
         ),
         (["--kind", "dspark", "--loss", "l1_weight=2"], "expected an L1 weight from 0 to 1, found 2.0"),
         (["--kind", "lilicorr", "--loss", "penalty_weight=-1"], "expected a penalty weight of at least 0, found -1.0"),
+        (["--kind", "lilicorr", "--sizes", "lattice_top_k=5"], "expected lattice_top_k to be a power of two up to 16, found 5"),
         (["--kind", "dspark", "--sizes", "markov_top_k=41"], "candidate_top_k 41 exceeds the 40 tokens that can be proposed"),
     ],
 )

@@ -17,7 +17,7 @@ from reference.dflash_numpy import Drafter, Pair, Round, Target, as_folders, ora
 from reference.dspark_numpy import as_dspark, build_dspark
 from reference.lilicorr_numpy import as_lilicorr, build_lilicorr
 from tilewright.llm.language_model import LanguageModel
-from tilewright.models import decoder
+from tilewright.models import decoder, dflash
 from tilewright.models.checkpoint import load_decoder, read_config
 from tilewright.models.stack import SingleDevice
 from tilewright.runtime.layout import Layout
@@ -26,6 +26,7 @@ from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.state import Span, run_target
 from tilewright.runtime.state import Target as Decoding
 from tilewright.speculation.drafters.dflash import DFlash
+from tilewright.speculation.drafters.lilicorr import LiLiCorr
 from tilewright.speculation.drafters.load import load_dflash
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -200,6 +201,25 @@ def test_lilicorr_rounds_equal_the_reference(tmp_path: Path, window: int | None,
     lm = build(tmp_path, as_lilicorr(pair, **fields), draft_window=window, block_size=block_size)
     seen = compare(lm, as_lilicorr(pair, **fields), PROMPTS, window, block_size)
     assert seen.last_start >= 30
+
+
+def test_candidates_of_lilicorr_have_the_embeddings_of_the_target(tmp_path: Path):
+    """The drafter's own embeddings are those of its block alone."""
+    pair = as_lilicorr(random_pair(3, **SMALL))
+    pair.drafter_tensors["embed_tokens.weight"] = -pair.target_tensors["model.embed_tokens.weight"]
+    lm = build(tmp_path, pair, block_size=6)
+    drafter = lm.drafter
+    assert isinstance(drafter, LiLiCorr)
+    assert drafter.config.own_embedding
+    session = lm.start(PROMPTS[:1], Sampling(NEW))
+    session.prefill()
+    state, _ = state_of(session)
+    models = lm.model.models
+    hidden = np.random.default_rng(0).normal(size=(1, 5, drafter.config.hidden_size)).astype(np.float32)
+    score = jax.jit(partial(drafter.candidates, lm.model.target))
+    without = replace(models, drafter=dflash.with_backbone(models.drafter, embed=None))
+    scores = [score(each, state, state.last_position, hidden).scores for each in (models, without)]
+    np.testing.assert_array_equal(*scores)
 
 
 @pytest.mark.parametrize("kind", ["dflash2", "dspark", "lilicorr"])

@@ -81,8 +81,8 @@ def test_a_published_configuration():
     wanted = {
         "token_proj.weight": [1024, 4096],
         "context_proj.bias": [1024],
-        "feature_mlp.0.weight": [5],
-        "feature_mlp.1.weight": [1024, 5],
+        "feature_norm.weight": [5],
+        "feature_mlp.up_proj.weight": [1024, 5],
         "slot_embedding": [1, 1, 15, 1, 1024],
         "rank_embedding": [1, 1, 1, 8, 1024],
         "relative_slot_bias": [8, 31],
@@ -90,8 +90,8 @@ def test_a_published_configuration():
         "layers.1.attn.in_proj_weight": [3072, 1024],
         "layers.1.attn.in_proj_bias": [3072],
         "layers.1.attn.out_proj.weight": [1024, 1024],
-        "layers.0.mlp.0.weight": [2048, 1024],
-        "layers.0.mlp.2.weight": [1024, 2048],
+        "layers.0.mlp.up_proj.weight": [2048, 1024],
+        "layers.0.mlp.down_proj.weight": [1024, 2048],
         "factor_input_proj.weight": [1024, 3072],
         "anchor_out_head.weight": [1024, 1024],
         "output_norm.weight": [1024],
@@ -105,6 +105,11 @@ def test_a_lattice_as_wide_as_the_drafter_projects_no_embeddings():
         config = lilicorr.config_from_hf(PUBLISHED | {"dflash_config": inner})
         assert config.lattice_size == 4096
         assert lilicorr.declare(config).lattice.token is None
+
+
+def test_convolutions_of_size_zero_are_none():
+    inner = {**PUBLISHED["dflash_config"], "conv_kernel_size": 0, "conv_group_size": 0, "lilicorr_enabled": True}
+    assert lilicorr.config_from_hf(PUBLISHED | {"dflash_config": inner}) == lilicorr.config_from_hf(PUBLISHED)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +127,7 @@ def test_a_lattice_as_wide_as_the_drafter_projects_no_embeddings():
         ({}, {"projector_type": "dspark"}, "projector_type='dspark' is not supported"),
         ({}, {"conv_kernel_size": 2}, "conv_group_size must be a positive integer, found None"),
         ({}, {"conv_kernel_size": 2, "conv_group_size": 7}, "conv_group_size 7 does not divide hidden_size 4096"),
+        ({}, {"conv_kernel_size": 0, "conv_group_size": 16}, "conv_kernel_size must be a positive integer, found 0"),
         ({}, {"selector_rank": 256}, "dflash_config has unknown fields: selector_rank"),
         ({}, {"sample_from_anchor": True}, "sample_from_anchor=True is not supported"),
         ({"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping=30.0 is not supported"),
@@ -133,12 +139,27 @@ def test_a_field_that_does_not_fit_is_named(change: dict[str, Any], inside: dict
         lilicorr.config_from_hf(PUBLISHED | change | {"dflash_config": PUBLISHED["dflash_config"] | inside})
 
 
+def older_name(name: str) -> str:
+    """The name of a tensor in checkpoints whose MLPs are sequences of numbered layers."""
+    for newer, older in (
+        ("feature_norm.", "feature_mlp.0."),
+        ("feature_mlp.up_proj.", "feature_mlp.1."),
+        ("feature_mlp.down_proj.", "feature_mlp.3."),
+        (".mlp.up_proj.", ".mlp.0."),
+        (".mlp.down_proj.", ".mlp.2."),
+    ):
+        name = name.replace(newer, older) if name.startswith("lilicorr.") else name
+    return name
+
+
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("size", [12, 32])
 def test_names_and_values_survive_a_round_trip(tmp_path: Path, prefix: bool, size: int):
-    """The narrower one has convolutions."""
+    """The narrower one has convolutions. The one with a prefix has the names of older checkpoints."""
     pair = as_lilicorr(PLAIN_PAIR, size=size, heads=4, conv=size == 12)
-    _, folder = as_folders(tmp_path, pair, model_prefix=prefix, block_size_inside=True)
+    stored = {older_name(name) if prefix else name: tensor for name, tensor in pair.drafter_tensors.items()}
+    assert (stored.keys() != pair.drafter_tensors.keys()) == prefix
+    _, folder = as_folders(tmp_path, replace(pair, drafter_tensors=stored), model_prefix=prefix, block_size_inside=True)
     config, params = load_dflash(folder, read_config(folder), decoder.config_from_hf(pair.target_config), "float32", None)
     save_params(tmp_path / "saved", lilicorr.config_to_hf(config), lilicorr.declare(config), params, jnp.float32)
     stored = load_file(tmp_path / "saved" / "model.safetensors")

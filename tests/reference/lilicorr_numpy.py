@@ -3,7 +3,8 @@
 What it has in common with DFlash, and with the other drafters that walk, is in `dflash_numpy.py` and `dflash2_numpy.py`. Here
 every node and every pair of nodes is worked out by itself.
 
-Source: LiLiCorr (arXiv 2608.20530) and NVIDIA/Model-Optimizer #2342, `modeling_lilicorr.py` and `hf_lilicorr.py`.
+Source: LiLiCorr (arXiv 2608.20530) and NVIDIA/Model-Optimizer #2342, `modeling_lilicorr.py` and `hf_lilicorr.py`; tensor
+names of newer checkpoints (vLLM 0.33, `lilicorr.py`).
 """
 
 import math
@@ -54,8 +55,8 @@ class LiLiCorr(Drafter2):
         part = rank / (len(log_probs) - 1) if len(log_probs) > 1 else 0.0
         x = np.array([own, math.exp(own), own - log_probs.max(), part, float(rank == 0)])
         x = (x - x.mean()) / np.sqrt(x.var() + EPS)
-        x = x * self.tensor("lilicorr.feature_mlp.0.weight") + self.tensor("lilicorr.feature_mlp.0.bias")
-        return self.dense("feature_mlp.3", silu(self.dense("feature_mlp.1", x)))
+        x = x * self.tensor("lilicorr.feature_norm.weight") + self.tensor("lilicorr.feature_norm.bias")
+        return self.dense("feature_mlp.down_proj", silu(self.dense("feature_mlp.up_proj", x)))
 
     def node(self, token: int, hidden: Array, log_probs: Array, slot: int, rank: int) -> Array:
         x = self.target.embed([token])[0]
@@ -81,7 +82,7 @@ class LiLiCorr(Drafter2):
                     scores[there] += table[head, own - other + middle] + (same[head] if own == other else 0)
                 out[here, head] = softmax(scores) @ v[:, head]
         x = x + self.dense(f"{name}.attn.out_proj", out.reshape(len(x), -1))
-        return x + self.dense(f"{name}.mlp.2", silu(self.dense(f"{name}.mlp.0", self.rms(f"{name}.mlp_norm", x))))
+        return x + self.dense(f"{name}.mlp.down_proj", silu(self.dense(f"{name}.mlp.up_proj", self.rms(f"{name}.mlp_norm", x))))
 
     def unit(self, name: str, x: Array) -> Array:
         v = self.dense(name, x)
@@ -215,8 +216,8 @@ def as_lilicorr(
         "pass_hidden_proj": (size, wide),
         "context_proj": (size, wide),
         "factor_input_proj": (size, 3 * size),
-        "feature_mlp.1": (size, 5),
-        "feature_mlp.3": (size, size),
+        "feature_mlp.up_proj": (size, 5),
+        "feature_mlp.down_proj": (size, size),
         "out_head": (vector_size, size),
         "in_head": (vector_size, size),
         "anchor_out_head": (vector_size, size),
@@ -226,17 +227,17 @@ def as_lilicorr(
     for n in range(layers):
         shapes |= {
             f"layers.{n}.attn.out_proj": (size, size),
-            f"layers.{n}.mlp.0": (inside, size),
-            f"layers.{n}.mlp.2": (size, inside),
+            f"layers.{n}.mlp.up_proj": (inside, size),
+            f"layers.{n}.mlp.down_proj": (size, inside),
         }
     made = {f"{name}.weight": random_matrix(rng, *shape) for name, shape in shapes.items()}
-    vectors = {f"{name}.bias": shape[0] for name, shape in shapes.items()} | {"feature_mlp.0.bias": 5}
+    vectors = {f"{name}.bias": shape[0] for name, shape in shapes.items()} | {"feature_norm.bias": 5}
     for n in range(layers):
         made[f"layers.{n}.attn.in_proj_weight"] = random_matrix(rng, 3 * size, size, 2.0)
         vectors[f"layers.{n}.attn.in_proj_bias"] = 3 * size
     made |= {name: (0.3 * rng.normal(size=length)).astype(np.float32) for name, length in vectors.items()}
     norms = ["output_norm", "anchor_norm", *(f"layers.{n}.{part}_norm" for n in range(layers) for part in ("attn", "mlp"))]
-    made |= {f"{name}.weight": random_norm(rng, size) for name in norms} | {"feature_mlp.0.weight": random_norm(rng, 5)}
+    made |= {f"{name}.weight": random_norm(rng, size) for name in norms} | {"feature_norm.weight": random_norm(rng, 5)}
     whole = {
         "slot_embedding": (1, 1, block - 1, 1, size),
         "rank_embedding": (1, 1, 1, top_k, size),

@@ -72,7 +72,7 @@ class DrafterSizes:
         selector_top_k: dflash2, candidates per slot. [default: 16]
         markov_rank: dspark, rank of the serial head. [default: 256]
         markov_top_k: dspark, candidates per slot that the serial head scores when drafting. [default: 16]
-        lattice_top_k: lilicorr, candidates per slot. [default: 8]
+        lattice_top_k: lilicorr, candidates per slot, a power of two up to 16. [default: 8]
         lattice_size: lilicorr, hidden size of the transformer over candidates. [default: a quarter of the target's]
         lattice_layers: lilicorr, layers of that transformer. [default: 2]
         lattice_heads: lilicorr, heads of that transformer. [default: 8]
@@ -130,12 +130,15 @@ class DrafterSizes:
         return dspark.config_from_hf(dspark.config_to_hf(config), "the drafter's sizes")
 
     def lilicorr(self, backbone: DFlashConfig) -> LiLiCorrConfig:
+        top_k = given(self.lattice_top_k, 8)
+        if not 1 <= top_k <= lilicorr.WIDEST or top_k & (top_k - 1):
+            raise ValueError(f"expected lattice_top_k to be a power of two up to {lilicorr.WIDEST}, found {top_k}")
         heads = given(self.lattice_heads, 8)
         # The published size is a quarter of the target's; the heads must divide it.
         size = given(self.lattice_size, max(backbone.hidden_size // 4 // max(heads, 1), 1) * heads)
         config = LiLiCorrConfig(
             **vars(backbone),
-            candidate_top_k=given(self.lattice_top_k, 8),
+            candidate_top_k=top_k,
             lattice_size=size,
             lattice_layers=given(self.lattice_layers, 2),
             lattice_heads=heads,

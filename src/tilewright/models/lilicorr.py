@@ -8,8 +8,9 @@ matmul for a whole block. The *anchor*, the feature of the position before the l
 out vector of its own, with which the walk begins. The walk of DFlash 2 (`dflash2.walk`) then takes in each slot the best
 candidate after the one taken before, without the logits of the head.
 
-Source: NVIDIA/Model-Optimizer #2342 (`modeling_lilicorr.py`) and sgl-project/sglang #37462, whose maths this is, and the
-checkpoints that declare `LiLiCorrDraftModel`. Some of these also have DFlash 2's convolutions around their layers.
+Source: NVIDIA/Model-Optimizer #2342 (`modeling_lilicorr.py`), sgl-project/sglang #37462 and vLLM 0.33 (`lilicorr.py`), whose
+maths this is, and the checkpoints that declare `LiLiCorrDraftModel`. Some of these also have DFlash 2's convolutions around
+their layers.
 
 Legend: B rows of a batch, L slots to be drafted, K candidates, H hidden size, h the lattice's, F size of the unit vectors.
 """
@@ -37,6 +38,16 @@ FEATURES = 5
 """Number of features of a candidate's probability; see `candidate_features`."""
 LAYER_NORM_EPS = 1e-5
 EXACT = jax.lax.Precision.HIGHEST
+WIDEST = 16
+"""The most candidates of a slot that SGLang and vLLM run. They also expect a power of two."""
+OLDER_NAMES = (
+    ("feature_mlp.0.", "feature_norm."),
+    ("feature_mlp.1.", "feature_mlp.up_proj."),
+    ("feature_mlp.3.", "feature_mlp.down_proj."),
+    (".mlp.0.", ".mlp.up_proj."),
+    (".mlp.2.", ".mlp.down_proj."),
+)
+"""Parts of tensor names in older checkpoints, which number the layers of an MLP, and those in newer checkpoints."""
 
 INTEGERS = {
     "candidate_top_k": "lilicorr_candidate_topk",
@@ -113,7 +124,7 @@ def config_from_hf(
     is_hidden_size = read.fields.get(WIDTH) in (None, 0)
     extra: dict[str, Any] = {name: read.integer(field) for name, field in INTEGERS.items()}
     extra |= {name: _required_number(read, field) for name, field in NUMBERS.items()}
-    if any(name in read.fields for name in convolution.SIZES):
+    if any(read.fields.get(name) not in (None, 0) for name in convolution.SIZES):
         extra |= {name: read.integer(name) for name in convolution.SIZES}
     config = LiLiCorrConfig(
         **vars(backbone), **extra, lattice_size=backbone.hidden_size if is_hidden_size else read.integer(WIDTH)
@@ -136,6 +147,14 @@ def _required_number(read: ConfigReader, name: str) -> float:
     """Reads a number without a default: it changes scores but no shape, so that a wrong value would be unnoticed."""
     read.require(read.fields.get(name) is not None, f"{name} is missing (expected in dflash_config)")
     return read.number(name, default=0.1)
+
+
+def stored_name(name: str) -> str:
+    """Returns the declared name of a stored tensor, which has another name in older checkpoints."""
+    if name.startswith("lilicorr."):
+        for older, newer in OLDER_NAMES:
+            name = name.replace(older, newer)
+    return name
 
 
 def config_to_hf(config: LiLiCorrConfig) -> dict[str, Any]:
@@ -242,8 +261,8 @@ def _declare_layer(config: LiLiCorrConfig, n: int) -> LatticeLayer:
         Dense(qkv, _zeros(f"{name}.attn.in_proj_bias", 3 * h)),
         _dense(f"{name}.attn.out_proj", h, h),
         _norm(f"{name}.mlp_norm", h),
-        _dense(f"{name}.mlp.0", h, config.mlp_size),
-        _dense(f"{name}.mlp.2", config.mlp_size, h),
+        _dense(f"{name}.mlp.up_proj", h, config.mlp_size),
+        _dense(f"{name}.mlp.down_proj", config.mlp_size, h),
     )
 
 
@@ -257,9 +276,9 @@ def declare(config: LiLiCorrConfig) -> LiLiCorrParams:
         Lattice(
             token=None if wide == h else _dense("token_proj", wide, h, "hidden"),
             hidden=_dense("pass_hidden_proj", wide, h, "hidden"),
-            feature_norm=Dense(_norm("feature_mlp.0", FEATURES), _zeros("feature_mlp.0.bias", FEATURES)),
-            feature_up=_dense("feature_mlp.1", FEATURES, h),
-            feature_down=_dense("feature_mlp.3", h, h),
+            feature_norm=Dense(_norm("feature_norm", FEATURES), _zeros("feature_norm.bias", FEATURES)),
+            feature_up=_dense("feature_mlp.up_proj", FEATURES, h),
+            feature_down=_dense("feature_mlp.down_proj", h, h),
             slots=_zeros("slot_embedding", 1, 1, block - 1, 1, h),
             ranks=_zeros("rank_embedding", 1, 1, 1, config.candidate_top_k, h),
             slot_bias=_zeros("relative_slot_bias", config.lattice_heads, 2 * block - 1),

@@ -78,7 +78,8 @@ class LiLiCorr(Walking):
         tokens = drafted if vocab is None else vocab.ids[drafted]
         log_probs = values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         flat = tokens.reshape(tokens.shape[0], -1)
-        embedded = self.embed(target, models, flat)
+        # Always the target's embeddings, even if the drafter has its own for the block.
+        embedded = target.schedule.embed(target.ops, models.target.embed, flat).astype(DTYPES[self.dtype])
         # A row of a single token has no anchor; its slot may still hold another request's context.
         anchored = state.last_position > 0
         feature = jnp.where(anchored[:, None], state.draft_cache.feature[:, 0], 0)

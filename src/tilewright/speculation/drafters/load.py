@@ -159,7 +159,7 @@ DFLASH = Kind(lambda fields: True, dflash, DFlash)
 KINDS = (
     Kind(dflash2.is_dflash2, dflash2, DFlash2),
     Kind(dspark.is_dspark, dspark, DSpark, dspark.stored_name, dspark.is_passed_over),
-    Kind(lilicorr.is_lilicorr, lilicorr, LiLiCorr),
+    Kind(lilicorr.is_lilicorr, lilicorr, LiLiCorr, lilicorr.stored_name),
     DFLASH,
 )
 """Kinds in order of precedence. DFlash comes last: its reader reports what is wrong with any other configuration."""
