@@ -26,7 +26,7 @@ COUNTS = {
     "bench graph": 9,
     "bench overlap": 22,
     "bench serving": 24,
-    "bench speculative": 25,
+    "bench speculative": 24,
     "inspect overlap": 17,
     "inspect training": 19,
     "inspect diff": 16,

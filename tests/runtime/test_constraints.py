@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from llm.support import build, prompts
-from reference.dflash_numpy import random_pair
+from reference.dflash_numpy import as_folders, random_pair
 from runtime.dance import EOS, VOCAB, Dance, with_automaton
 from runtime.support import Heard, check_empty, drive, expected, samplings
 from tilewright.bench.exact_plain import draw_scores, next_logits
-from tilewright.llm.language_model import LanguageModel
+from tilewright.llm.language_model import LanguageModel, load
 from tilewright.runtime.autoregressive import fixed_rounds
 from tilewright.runtime.constraints import ALL, ConstraintError, Drafted, fill_blocks, forced_first
 from tilewright.runtime.engine import Engine
@@ -74,9 +74,15 @@ def test_what_is_forced_is_drafted_first():
     assert forced_first([3], []) == [3]
 
 
-@pytest.fixture(scope="module", params=["plain", "dflash"])
+@pytest.fixture(scope="module", params=["plain", "dflash", pytest.param("suffix", marks=pytest.mark.slow)])
 def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    lm = build(tmp_path_factory.mktemp(request.param), PAIR, table=TABLE)
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "suffix":
+        tokens = np.random.default_rng(0).integers(0, VOCAB, 3000)
+        (folder / "corpus.txt").write_text(" ".join(f"t{token}" for token in tokens))
+        target, _ = as_folders(folder, PAIR)
+        return load(target, "suffix", suffix_corpus=folder / "corpus.txt", block_size=BLOCK, table=TABLE)
+    lm = build(folder, PAIR, table=TABLE)
     return lm if request.param == "dflash" else lm.with_drafter(None)
 
 

@@ -54,16 +54,27 @@ def team_of(folder: Path) -> LanguageModel:
     return lm.with_drafter(Team(members, TABLE.widths), params)
 
 
+def suffix_of(folder: Path) -> LanguageModel:
+    """A model that drafts from a corpus, of answers of its own."""
+    target, _ = as_folders(folder, PAIR)
+    answers = load(target, table=TABLE).generate(prompts(3, [4, 9, 17], vocab=VOCAB), Sampling(60, ignore_eos=True))
+    corpus = folder / "corpus.txt"
+    corpus.write_text(" ".join(f"t{token}" for answer in answers for token in answer.tokens))
+    return load(target, "suffix", suffix_corpus=corpus, block_size=BLOCK, table=TABLE)
+
+
 MODELS: dict[str, Callable[[Path], LanguageModel]] = {
     "plain": lambda folder: build(folder, PAIR, table=TABLE).with_drafter(None),
     "dflash": lambda folder: build(folder, PAIR, table=TABLE),
     "bfloat16": lambda folder: build(folder, PAIR, table=TABLE, dtype="bfloat16"),
+    "suffix": suffix_of,
     "team": team_of,
 }
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name == "bfloat16" else ()) for name in MODELS]
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name in ("bfloat16", "suffix") else ()) for name in MODELS],
 )
 def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     if request.param == "bfloat16" and native.kernels().isa is None:

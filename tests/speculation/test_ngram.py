@@ -30,8 +30,9 @@ def look_up(rows: Sequence[Sequence[int]], size: int, min_n: int, max_n: int, k:
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
     known = np.asarray([len(row) - 1 for row in rows], np.int32)
-    drafts, count = jitted(tokens, known, min_n=min_n, max_n=max_n, k=k)
+    drafts, count, length = jitted(tokens, known, min_n=min_n, max_n=max_n, k=k)
     assert drafts.shape == (len(rows), k)
+    np.testing.assert_array_equal(count > 0, (length >= min_n) & (length <= max_n))
     for row, n in zip(np.asarray(drafts), count, strict=True):
         assert not row[n:].any()
     return [row[:n].tolist() for row, n in zip(np.asarray(drafts), count, strict=True)]

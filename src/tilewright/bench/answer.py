@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from tilewright.train.data import shortened
+from tilewright.models.records import shortened
 
 DONE = "[DONE]"
 COUNTS = ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens")

@@ -16,7 +16,8 @@ from tilewright.bench.datasets import Example, read_examples
 from tilewright.bench.speculative import DatasetPrompts, build_prompts, measure
 from tilewright.bench.speculative_figures import BASELINE, DecodingRun, average_rows, benchmark_csv, benchmark_rows
 from tilewright.cli import common
-from tilewright.cli.options import COMMON, SAMPLING, SPECULATION, Several, check_least, check_some, option_class
+from tilewright.cli.common import DraftingSettings
+from tilewright.cli.options import COMMON, SAMPLING, SPECULATION, Several, check_least, check_some, option_class, settings
 from tilewright.cli.outputs import TableFiles, circumstances, progress, progress_console, write_replay_page, write_text
 from tilewright.compiled.timing import REPETITIONS
 from tilewright.llm.language_model import LanguageModel
@@ -25,7 +26,7 @@ from tilewright.models.chat import ChatTemplate
 from tilewright.report.page import Report
 from tilewright.report.speculative import benchmark_tables, write_benchmark
 from tilewright.runtime.sampling import Sampling
-from tilewright.speculation.drafters.load import NGRAM, WITHOUT_FILES, DrafterOptions
+from tilewright.speculation.drafters.load import NGRAM, SUFFIX, WITHOUT_FILES, DrafterOptions
 
 TRAINED = "trained"
 """Value of --block-size for each drafter's trained block size."""
@@ -38,7 +39,7 @@ class DrafterArguments:
     """Options of the compared drafters.
 
     Attributes:
-        drafter: folders, Hugging Face ids, "ngram", "self" (a target that was trained to denoise blocks, such as
+        drafter: folders, Hugging Face ids, "ngram", "suffix", "self" (a target that was trained to denoise blocks, such as
             Nemotron-Labs-Diffusion); for the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m "dflash2". "auto"
             chooses for each round among n-grams and the packaged drafters. By default "dflash" for the demo, "auto" for
             smollm2-135m, else "ngram". Plain decoding always runs too; "none" with a block size adds plain decoding in blocks
@@ -46,8 +47,6 @@ class DrafterArguments:
         block_size: tokens in a block, including the last committed token. "auto" chooses for each round, as `generate` does;
             "auto-inexact" runs only the chosen rows, even if the target then rounds differently; "trained" is the size of each
             drafter's training.
-        draft_window: maximum number of positions in the drafters' contexts.
-        drafter_dtype: dtype of the drafters.
         refine: number of further passes of a DFlash drafter over each block.
         walk: choice among a slot's candidates (DFlash 2, DSpark, LiLiCorr): "greedy" or "sampled" (the default, with the
             request's temperature and the target's noise). The output does not depend on it.
@@ -55,15 +54,16 @@ class DrafterArguments:
 
     drafter: Annotated[Several[str] | None, Parameter(alias="-d", group=COMMON)] = None
     block_size: int | Literal["auto", "auto-inexact", "trained"] = common.AUTO
-    draft_window: int | None = None
-    drafter_dtype: str | None = None
+    drafting: Annotated[DraftingSettings, settings(DraftingSettings, "further settings of the drafters")] = DraftingSettings()
     refine: int = 0
     walk: str | None = None
 
     @property
     def options(self) -> DrafterOptions:
         size = None if self.block_size == TRAINED else self.block_size
-        return DrafterOptions(size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
+        drafting = self.drafting
+        corpus = drafting.suffix_corpus
+        return DrafterOptions(size, drafting.window, drafting.dtype, self.refine, self.walk, suffix_corpus=corpus)
 
     def names(self, model: str) -> tuple[str, ...]:
         """Returns the names of the drafters. Raises a `ValueError` for drafters that cannot be measured."""
@@ -74,7 +74,10 @@ class DrafterArguments:
         if not isinstance(self.block_size, int) and set(names) <= {BASELINE}:
             raise ValueError("expected a drafter, or a block size for plain decoding in blocks; found neither")
         if set(names) <= {BASELINE, *WITHOUT_FILES}:
-            self.options.check(next((name for name in names if name != BASELINE), NGRAM))  # refuses options of weights
+            options = replace(self.options, suffix_corpus=None)
+            options.check(next((name for name in names if name != BASELINE), NGRAM))  # refuses options of weights
+        if self.drafting.suffix_corpus is not None and {SUFFIX, common.AUTO}.isdisjoint(names):
+            raise ValueError(f"a corpus needs the drafter {SUFFIX} or {common.AUTO}, found {', '.join(names)}")
         return names
 
     def variants(self, names: Sequence[str], target: common.TargetOptions, console: Console) -> dict[str, LanguageModel]:
@@ -92,7 +95,7 @@ class DrafterArguments:
         options = self.options if name == common.AUTO else self.options.fitting(name)
         if name == common.AUTO and options.block_size is None:
             options = replace(options, block_size=common.AUTO)
-        return base.load_drafter(target.drafter_source(name), options, progress_console(console))
+        return base.load_drafter(target.drafter_source(name, self.drafting.suffix_corpus), options, progress_console(console))
 
 
 @option_class
@@ -174,8 +177,9 @@ def speculative(
         **environment(variants[BASELINE]),
         "model": target.model,
         **settings,
-        "draft_window": drafted.draft_window,
-        "drafter_dtype": drafted.drafter_dtype or target.dtype,
+        "draft_window": drafted.drafting.window,
+        "drafter_dtype": drafted.drafting.dtype or target.dtype,
+        "suffix_corpus": None if drafted.drafting.suffix_corpus is None else str(drafted.drafting.suffix_corpus),
         "refine": drafted.refine,
         "walk": drafted.walk,
         "chat_template": template is not None,

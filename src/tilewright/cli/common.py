@@ -48,7 +48,7 @@ from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.placement import Placement
 from tilewright.runtime.state import KvDtype
 from tilewright.speculation.costs import CostFiles
-from tilewright.speculation.drafters.load import NGRAM, SELF, DrafterOptions
+from tilewright.speculation.drafters.load import NGRAM, SELF, SUFFIX, DrafterOptions
 
 DEMO = "demo"
 SMOLLM2 = "smollm2-135m"
@@ -362,16 +362,17 @@ class TargetOptions(LoadOptions):
         options: DrafterOptions = DrafterOptions(),
         decoding: Way | None = None,
     ) -> LanguageModel:
-        """Loads the target with a drafter: a folder, a hub id, "ngram", "self", "auto", or a name of `PACKAGED_DRAFTERS`."""
+        """Loads the target with a drafter: a folder, a hub id, "auto", or a name of `DRAFTERS` or `PACKAGED_DRAFTERS`."""
         lm = load(
             self.model,
-            self.drafter_source(drafter),
+            self.drafter_source(drafter, options.suffix_corpus),
             **self.loading(devices, console),
             kv_dtype=self.kv_dtype,
             context=context,
             block_size=options.block_size,
             draft_window=options.draft_window,
             drafter_dtype=options.drafter_dtype,
+            suffix_corpus=options.suffix_corpus,
             lora=self.adapter_folders,
             decoding=decoding,
         )
@@ -385,13 +386,17 @@ class TargetOptions(LoadOptions):
         """Folders of LoRA adapters, by name."""
         return {}
 
-    def drafter_source(self, drafter: str | None) -> str | list[str] | None:
-        """Converts a drafter's name for `load`: "none" to None, "auto" to n-grams and the packaged drafters."""
+    def drafter_source(self, drafter: str | None, suffix_corpus: Path | None = None) -> str | list[str] | None:
+        """Converts a drafter's name for `load`: "none" to None, "auto" to n-grams and the packaged drafters.
+
+        Args:
+            suffix_corpus: with a corpus, "auto" has the suffix drafter in the place of n-grams.
+        """
         if drafter in (None, "none"):
             return None
         packaged = PACKAGED_DRAFTERS.get(self.model, {})
         if drafter == AUTO:
-            return [NGRAM, *packaged.values()]
+            return [NGRAM if suffix_corpus is None else SUFFIX, *packaged.values()]
         if drafter in packaged and Path(drafter).is_dir():
             notice(f"--drafter {drafter} is the packaged drafter of {self.model}; --drafter ./{drafter} is the folder")
         return packaged.get(drafter, drafter)
@@ -404,10 +409,13 @@ class DraftingSettings:
     Attributes:
         window: positions that the drafter's cache keeps, so that drafting does not slow down in long contexts. By default all.
         dtype: dtype of the drafter, which does not change the output. By default as --dtype.
+        suffix_corpus: texts that the drafters "suffix" and "auto" search besides a row's own text: a text file, or JSONL with
+            "text", "messages" or answers. 15 bytes of memory for each token.
     """
 
     window: int | None = None
     dtype: str | None = None
+    suffix_corpus: Path | None = None
 
 
 @option_class(group=MODEL)
@@ -417,7 +425,7 @@ class ModelOptions(TargetOptions):
     Attributes:
         model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m" (installed by pip), or "demo", the packaged model that
             continues Python code.
-        drafter: a folder, a Hugging Face id, "ngram", "self" (a target that was trained to denoise blocks, such as
+        drafter: a folder, a Hugging Face id, "ngram", "suffix", "self" (a target that was trained to denoise blocks, such as
             Nemotron-Labs-Diffusion) or "none"; for the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m "dflash2".
             "auto" chooses between n-grams and the packaged drafters, round by round. By default "auto" for smollm2-135m,
             "ngram" for other models.
@@ -437,7 +445,10 @@ class ModelOptions(TargetOptions):
     @property
     def drafter_name(self) -> str:
         """Name of the drafter, or the default drafter of the model."""
-        return default_drafter(self.model) if self.drafter is None else self.drafter
+        if self.drafter is not None:
+            return self.drafter
+        default = default_drafter(self.model)
+        return SUFFIX if default == NGRAM and self.drafting.suffix_corpus is not None else default
 
     @property
     def drafter_text(self) -> str:
@@ -451,10 +462,11 @@ class ModelOptions(TargetOptions):
         context: int | None = None,
         decoding: Way | None = None,
     ) -> LanguageModel:
-        options = DrafterOptions(self.block_size, self.drafting.window, self.drafting.dtype)
+        drafting = self.drafting
+        options = DrafterOptions(self.block_size, drafting.window, drafting.dtype, suffix_corpus=drafting.suffix_corpus)
         denoises = decoding == "blocks" or denoises_blocks(self.folder(console))
-        default = "none" if denoises else default_drafter(self.model)
-        return self.load_with(given(self.drafter, default), console, devices, context, options, decoding)
+        drafter = "none" if denoises and self.drafter is None else self.drafter_name
+        return self.load_with(drafter, console, devices, context, options, decoding)
 
 
 @option_class(group=MODEL)
@@ -490,7 +502,7 @@ def check_drafters(names: Sequence[str], model: str) -> None:
     for name in names:
         others = [other for other, packaged in PACKAGED_DRAFTERS.items() if name in packaged]
         if others and model not in others and not Path(name).is_dir():
-            *several, last = (AUTO, "none", NGRAM, SELF, *PACKAGED_DRAFTERS.get(model, {}))
+            *several, last = (AUTO, "none", NGRAM, SUFFIX, SELF, *PACKAGED_DRAFTERS.get(model, {}))
             known = f"expected a folder, a Hugging Face id, {', '.join(several)} or {last} as drafter of {model}"
             raise ValueError(f"{known}, found {name}, which belongs to {', '.join(others)}")
 

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
@@ -66,6 +67,7 @@ from tilewright.speculation.drafters.ngrams_first import NGramsFirst, ngrams_fir
 from tilewright.speculation.drafters.self_diffusion import SelfDiffusion
 from tilewright.speculation.pacer import CallPacer, EnginePacer
 from tilewright.speculation.pacing import Pacing
+from tilewright.speculation.suffix_index import SuffixIndex, read_corpus
 from tilewright.speculation.team import Team
 
 Way = Literal["tokens", "blocks"]
@@ -195,7 +197,8 @@ class LanguageModel:
         """Returns a copy of the model with another drafter, or without one; the target's parameters are shared.
 
         Args:
-            params: the drafter's parameters as loaded; for a team those of each member.
+            params: the drafter's parameters as loaded; for a team those of each member. The parameters of a suffix drafter are
+                the index of its corpus.
 
         Raises:
             ValueError: the target drafts itself with an adapter that only `load` can add, or denoises blocks.
@@ -207,6 +210,8 @@ class LanguageModel:
         target = other.model.models.target
         head = None
         members, each = zip(*[other.prepared(*pair) for pair in zip(members, each, strict=True)], strict=True)
+        corpus = next((one for one in each if isinstance(one, SuffixIndex)), None)
+        each = tuple(None if isinstance(one, SuffixIndex) else one for one in each)
         reading = [member for member in members if member is not None and member.reads_target_head and member.dtype is not None]
         if reading and reading[0].dtype != self.dtype and not is_quantised(decoder.output_head(target)):
             head = self.head_in(DTYPES[cast(str, reading[0].dtype)])
@@ -216,7 +221,7 @@ class LanguageModel:
             other.drafter = replace(drafter, members=members)
             drafter_params = each
         other.pacing = Pacing(other.drafter, self.number_format, self.cost_files) if isinstance(other.drafter, Team) else None
-        other.model = other.model_of(Models(target, drafter_params, head), other.drafter)
+        other.model = other.model_of(Models(target, drafter_params, head, corpus), other.drafter)
         other.programs = {}
         return other
 
@@ -273,6 +278,8 @@ class LanguageModel:
         if isinstance(drafter, NGramsFirst):
             other, params = self.prepared(drafter.other, params)
             return replace(drafter, other=other), params
+        if isinstance(params, SuffixIndex):
+            return drafter, jax.device_put(params) if self.placement is None else self.placement.whole(params)
         if isinstance(drafter, SelfDiffusion) and DRAFT_ADAPTER in self.adapters:
             return replace(drafter, adapter=1 + self.adapters.index(DRAFT_ADAPTER)), params
         if drafter is None or drafter.dtype is None:
@@ -294,11 +301,11 @@ class LanguageModel:
         """
         check_sources(source, options)
         if source is None or (isinstance(source, str) and options.block_size not in AUTO):
-            return load_drafter(source, self.target, self.dtype, options, console)
+            return self.load_one_drafter(source, options, console)
         sources = [source] if isinstance(source, str) else list(source)
         fixed = isinstance(options.block_size, int)
         member_options = options if fixed else replace(options, block_size=None)
-        loaded = [load_drafter(each, self.target, self.dtype, member_options.fitting(each), console) for each in sources]
+        loaded = [self.load_one_drafter(each, member_options.fitting(each), console) for each in sources]
         drafters, params = zip(*loaded, strict=True)
         # With another number of rows, partial sums are added in another order.
         rounds = self.kv_dtype != "auto" or (self.quantised and self.ops.packs)
@@ -307,6 +314,12 @@ class LanguageModel:
             alike = is_batch_invariant(self.ops, self.dtype, self.kv_dtype, self.target.needs_xla, self.quantised)
         masked = options.block_size != AUTO[1] and not alike
         return Team(ngrams_first(drafters), () if fixed else self.table.widths, masked), params
+
+    def load_one_drafter(self, source: str | None, options: DrafterOptions, console: Console | None) -> tuple[Any, Any]:
+        """Reads one drafter, and its corpus if it has one."""
+        drafter, params = load_drafter(source, self.target, self.dtype, options, console)
+        corpus = options.suffix_corpus
+        return drafter, params if corpus is None else read_corpus(corpus, self.tokenizer)
 
     def keep_costs(self, files: CostFiles) -> "LanguageModel":
         """Keeps measured costs of rounds in files for later processes, with any drafter. Returns the model.
@@ -733,6 +746,7 @@ def load(
     block_size: int | str | None = None,
     draft_window: int | None = None,
     drafter_dtype: str | None = None,
+    suffix_corpus: str | Path | None = None,
     revision: str | None = None,
     drafter_revision: str | None = None,
     table: ShapeTable | None = None,
@@ -751,8 +765,9 @@ def load(
     Args:
         model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (for the target) `tokenizer.json`.
             The target may be a GGUF file or a folder with one (extra `gguf`): its tensors are dequantised, or kept quantised. A
-            drafter may be of any kind in `drafters/load.py`; "ngram", which has no weights; or "self": the target itself, if it
-            was trained to denoise blocks, with the adapter in its folder `linear_spec_lora` if it has one. Several make a team.
+            drafter may be of any kind in `drafters/load.py`; "ngram" or "suffix", which have no weights; or "self": the target
+            itself, if it was trained to denoise blocks, with the adapter in its folder `linear_spec_lora` if it has one.
+            Several make a team.
         dtype: dtype of weights and activations, "float32", "bfloat16" or "auto": the checkpoint's dtype, but bfloat16 for
             float16, and float32 on a CPU without this package's kernels.
         weights: format of matrices. "auto" keeps the quantised formats of a file that the CPU kernels read, and `dtype`
@@ -766,6 +781,8 @@ def load(
         draft_window: keeps only this many last positions in the drafter's context.
         drafter_dtype: dtype of the drafter's weights and activations; by default the target's. The output does not depend on
             it.
+        suffix_corpus: a text file, or JSONL with "text", "messages" or answers, which the drafter "suffix" searches besides the
+            row's own text.
         revision, drafter_revision: a branch, tag or commit on the hub.
         table: declared shapes; by default up to the model's context.
         kernels: "auto" uses this package's own kernels where they run, "xla" uses XLA only.
@@ -792,7 +809,8 @@ def load(
     operations(weights=weights, kernels=kernels)  # refuses unavailable kernels before any file is read
     source = drafter if drafter is None else str(drafter) if isinstance(drafter, str | Path) else [str(one) for one in drafter]
     size = chosen_block_size(drafter, block_size)
-    options = DrafterOptions(size, draft_window, drafter_dtype, revision=drafter_revision)
+    corpus = None if suffix_corpus is None else Path(suffix_corpus)
+    options = DrafterOptions(size, draft_window, drafter_dtype, revision=drafter_revision, suffix_corpus=corpus)
     check_sources(source, options)
     folder = target_folder(str(model), revision, console)
     config = checkpoint.decoder_config(folder)

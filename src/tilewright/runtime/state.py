@@ -95,11 +95,13 @@ class Models:
     Attributes:
         drafter: the drafter's own parameters; None without a drafter, or for a drafter without parameters.
         draft_head: the target's output head in the drafter's dtype, for drafters that use the head in a different dtype.
+        corpus: index of texts that n-gram drafters search besides a row's own; None for none.
     """
 
     target: DecoderParams
     drafter: Any = None
     draft_head: Any = None
+    corpus: Any = None
 
 
 @jax.tree_util.register_dataclass

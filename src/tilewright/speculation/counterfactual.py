@@ -1,45 +1,102 @@
 """Counterfactual acceptance of n-gram drafts, computed on the host from the text alone."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-from tilewright.speculation.drafters.ngram import NGram
+from tilewright.speculation.drafters.ngram import NGram, Suffix
+from tilewright.speculation.suffix_index import HostIndex
 
 Rounds = list[tuple[int, int]]
 """(drafts, accepted drafts) of consecutive rounds."""
 
 
+class SuffixAutomaton:
+    """Automaton of all parts of a text, extended token by token (Blumer et al., 1985).
+
+    A state stands for parts that end at the same places. It knows the longest of them, and the first of these places. Its link
+    leads to the state of the longest shorter suffix that ends at more places. A token takes constant time on average, and two
+    states at most.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = [0]
+        self.links = [-1]
+        self.first_ends = [-1]
+        self.steps: list[dict[int, int]] = [{}]
+        self.last = 0
+
+    def new_state(self, length: int, link: int, first_end: int, steps: dict[int, int]) -> int:
+        self.lengths.append(length)
+        self.links.append(link)
+        self.first_ends.append(first_end)
+        self.steps.append(steps)
+        return len(self.steps) - 1
+
+    def add(self, token: int) -> None:
+        """Appends a token to the text."""
+        length = self.lengths[self.last] + 1
+        state = self.last
+        self.last = self.new_state(length, 0, length - 1, {})
+        while state >= 0 and token not in self.steps[state]:
+            self.steps[state][token] = self.last
+            state = self.links[state]
+        if state < 0:
+            return
+        following = self.steps[state][token]
+        if self.lengths[following] > self.lengths[state] + 1:
+            first_end = self.first_ends[following]
+            shorter = self.new_state(self.lengths[state] + 1, self.links[following], first_end, dict(self.steps[following]))
+            while state >= 0 and self.steps[state].get(token) == following:
+                self.steps[state][token] = shorter
+                state = self.links[state]
+            self.links[following] = shorter
+            following = shorter
+        self.links[self.last] = following
+
+    def longest_suffix(self, most: int) -> tuple[int, int]:
+        """Returns the length, up to `most`, of the longest suffix that occurred before, and where it first ended."""
+        state = max(self.links[self.last], 0)
+        while self.links[state] >= 0 and self.lengths[self.links[state]] >= most:
+            state = self.links[state]
+        return min(self.lengths[state], most), self.first_ends[state]
+
+
 class CounterfactualNGram:
-    """Follows the text of one row and replays the n-gram rounds that `longest_suffix_match` would have drafted.
+    """Follows the text of one row and replays the rounds that an n-gram drafter would have drafted.
 
     Args:
         prompt: tokens of the row's prompt.
         widths: block widths to replay, each by itself: within a long repetition narrow blocks have more accepted rounds
             than wide blocks, so no width follows from another.
+        corpus: index of the drafter's corpus; None for none.
     """
 
-    def __init__(self, drafter: NGram, prompt: Sequence[int], widths: Collection[int]):
+    def __init__(self, drafter: NGram, prompt: Sequence[int], widths: Collection[int], corpus: HostIndex | None = None):
         self.drafter = drafter
+        self.corpus = corpus
         self.tokens: list[int] = []
-        self.first_ends: dict[tuple[int, ...], int] = {}
-        self.match: int | None = None
+        self.automaton = SuffixAutomaton()
         for token in prompt:
             self.add(token)
-        self.current_rounds = {width: [self.proposed(width), 0] for width in widths}
+        continuation = self.continuation(max(widths, default=1))
+        self.current_rounds: dict[int, list[Any]] = {width: [continuation[: width - 1], 0] for width in widths}
 
     def add(self, token: int) -> None:
-        """Appends a token and finds the earliest occurrence of the longest suffix."""
+        """Appends a token."""
         self.tokens.append(token)
-        last = len(self.tokens) - 1
-        lengths = range(self.drafter.min_n, min(self.drafter.max_n, last + 1) + 1)
-        grams = [tuple(self.tokens[last + 1 - n :]) for n in lengths]
-        self.match = next((self.first_ends[gram] for gram in reversed(grams) if gram in self.first_ends), None)
-        for gram in grams:
-            self.first_ends.setdefault(gram, last)
+        self.automaton.add(token)
 
-    def proposed(self, width: int) -> range:
-        """Returns the positions of the drafts of a round after the last token."""
-        last = len(self.tokens) - 1
-        return range(0) if self.match is None else range(self.match + 1, min(self.match + width, last + 1))
+    def continuation(self, width: int) -> list[int]:
+        """Returns the drafts of a round of some width after the last token."""
+        drafter = self.drafter
+        length, end = self.automaton.longest_suffix(drafter.max_n)
+        if length < drafter.min_n:
+            length = 0
+        if self.corpus is not None and isinstance(drafter, Suffix):
+            other, drafts = self.corpus.find(self.tokens[-drafter.max_n :], drafter.min_n, drafter.min_score)
+            if other > length:
+                return drafts[: width - 1]
+        return self.tokens[end + 1 : end + width] if length else []
 
     def push(self, tokens: Iterable[int]) -> dict[int, Rounds]:
         """Appends the row's next tokens. Returns the rounds that they complete, by width."""
@@ -48,14 +105,15 @@ class CounterfactualNGram:
             ended = []
             for width, current in self.current_rounds.items():
                 drafts, agreed = current
-                if agreed < len(drafts) and self.tokens[drafts[agreed]] == token:
+                if agreed < len(drafts) and drafts[agreed] == token:
                     current[1] += 1
                 else:
                     rounds[width].append((len(drafts), agreed))
                     ended.append(width)
             self.add(token)
+            continuation = self.continuation(max(ended)) if ended else []
             for width in ended:
-                self.current_rounds[width] = [self.proposed(width), 0]
+                self.current_rounds[width] = [continuation[: width - 1], 0]
         return rounds
 
 

@@ -18,6 +18,8 @@ from tilewright.runtime.interfaces import PLAIN, Choice, Proposal, Variant
 from tilewright.runtime.layout import Layout
 from tilewright.runtime.state import DecodeState, Models, Target
 from tilewright.speculation.drafters import base
+from tilewright.speculation.drafters.ngram import NGram
+from tilewright.speculation.drafters.ngrams_first import NGramsFirst
 
 CATCH_UP = 16
 """Positions per step of a catch-up."""
@@ -197,7 +199,9 @@ class TeamVariant:
 
     def params_for(self, models: Models) -> Models:
         place = self.team.place(self.choice)
-        return replace(models, drafter=tuple(params if at == place else None for at, params in enumerate(models.drafter)))
+        searches = place is not None and isinstance(self.team.members[place], NGram | NGramsFirst)
+        drafter = tuple(params if at == place else None for at, params in enumerate(models.drafter))
+        return replace(models, drafter=drafter, corpus=models.corpus if searches else None)
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
         return self.team.allocate(layout, target, dtype)

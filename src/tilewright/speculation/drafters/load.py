@@ -25,13 +25,18 @@ from tilewright.speculation.drafters.dflash2 import DFlash2
 from tilewright.speculation.drafters.dspark import DSpark
 from tilewright.speculation.drafters.eagle3 import Eagle3
 from tilewright.speculation.drafters.lilicorr import LiLiCorr
-from tilewright.speculation.drafters.ngram import NGram
+from tilewright.speculation.drafters.ngram import NGram, Suffix
 from tilewright.speculation.drafters.self_diffusion import SelfDiffusion, self_diffusion
 from tilewright.speculation.drafters.walking import Walk
 
 NGRAM = NGram.name
+SUFFIX = Suffix.name
 SELF = SelfDiffusion.name
-WITHOUT_FILES = {NGRAM: "n-gram drafting has no weights", SELF: "self-speculation drafts with the target's weights"}
+WITHOUT_FILES = {
+    NGRAM: "n-gram drafting has no weights",
+    SUFFIX: "suffix drafting has no weights",
+    SELF: "self-speculation drafts with the target's weights",
+}
 """Drafters that are not loaded from files, and why options of weights do not apply to them."""
 DRAFTERS = (*WITHOUT_FILES, *hub.NAMED_DRAFTERS)
 """Names of packaged drafters."""
@@ -42,7 +47,11 @@ WALKERS = "a DFlash 2, DSpark or LiLiCorr drafter"
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    """Options of a drafter, named as in `language_model.load`. None means the drafter's default."""
+    """Options of a drafter, named as in `language_model.load`. None means the drafter's default.
+
+    Attributes:
+        suffix_corpus: file of texts that the drafter "suffix" searches; ignored by `load_drafter`, which has no tokenizer.
+    """
 
     block_size: int | str | None = None
     draft_window: int | None = None
@@ -50,6 +59,7 @@ class DrafterOptions:
     refine: int = 0
     walk: str | None = None
     revision: str | None = None
+    suffix_corpus: Path | None = None
 
     def check(self, drafter: str | None) -> None:
         """Raises a `ValueError` that names an option which the drafter does not take."""
@@ -61,6 +71,8 @@ class DrafterOptions:
             raise ValueError(f"expected a drafter dtype among {', '.join(DTYPES)}, found {self.drafter_dtype!r}")
         if self.walk is not None and self.walk not in get_args(Walk):
             raise ValueError(f"expected the walk to be {' or '.join(get_args(Walk))}, found {self.walk!r}")
+        if self.suffix_corpus is not None and drafter != SUFFIX:
+            raise ValueError(f"a corpus needs the drafter {SUFFIX}, found {drafter or 'none'}")
         if drafter is not None and drafter not in WITHOUT_FILES:
             return
         kind = "no drafter was named" if drafter is None else WITHOUT_FILES[drafter]
@@ -75,8 +87,8 @@ class DrafterOptions:
     def fitting(self, drafter: str | None) -> "DrafterOptions":
         """Returns the options that a drafter takes, for callers that give several drafters the same options."""
         if drafter not in (None, "none", *WITHOUT_FILES):
-            return self
-        return DrafterOptions(block_size=self.block_size)
+            return replace(self, suffix_corpus=None)
+        return DrafterOptions(block_size=self.block_size, suffix_corpus=self.suffix_corpus if drafter == SUFFIX else None)
 
 
 def check_sources(source: str | Sequence[str] | None, options: DrafterOptions) -> None:
@@ -86,8 +98,8 @@ def check_sources(source: str | Sequence[str] | None, options: DrafterOptions) -
         return
     if not source:
         raise ValueError("expected at least one drafter, found none")
-    if set(source) <= set(WITHOUT_FILES):
-        options.check(source[0])
+    if set(source) <= set(WITHOUT_FILES) or (options.suffix_corpus is not None and SUFFIX not in source):
+        options.check(SUFFIX if SUFFIX in source else source[0])
     for drafter in source:
         options.fitting(drafter).check(drafter)
 
@@ -98,15 +110,17 @@ def load_drafter(
     """Loads a drafter and checks that it fits the target. Returns the drafter and its parameters.
 
     Args:
-        source: folder, hub id, "ngram" or "self". None with a block size is block-wide decoding, without one no drafter.
+        source: folder, hub id, "ngram", "suffix" or "self". None with a block size is block-wide decoding,
+            without one no drafter.
         dtype: dtype of the drafter, unless the options name another.
     """
     size = options.block_size
     assert not isinstance(size, str), "callers that choose widths per round load drafters at full width"
     if source is None:
         return (None if size is None else Blockwise(size)), None
-    if source == NGRAM:
-        return (NGram() if size is None else NGram(size)), None
+    if source in (NGRAM, SUFFIX):
+        kind = NGram if source == NGRAM else Suffix
+        return (kind() if size is None else kind(size)), None
     if source == SELF:
         return self_diffusion(target, size), None
     precision = cast(Dtype, options.drafter_dtype or dtype)

@@ -1,6 +1,6 @@
 """Drafting without a model: the tokens that followed an earlier occurrence of the last tokens (prompt lookup).
 
-`longest_suffix_match` runs on the device. The drafter has no weights and no context.
+`longest_suffix_match` runs on the device. The drafters have no weights and no context. `Suffix` also searches other texts.
 """
 
 from dataclasses import dataclass
@@ -9,12 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Int, Int32
+from jaxtyping import Int
 
 from tilewright.runtime.interfaces import OneKind, Proposal
 from tilewright.runtime.layout import Layout
 from tilewright.runtime.state import DecodeState, Models, Target, last_token
+from tilewright.speculation import suffix_index
 from tilewright.speculation.drafters import base
+from tilewright.speculation.suffix_index import Found
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,12 @@ class NGram(OneKind):
         return ()
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
-        drafts, count = longest_suffix_match(state.tokens, state.last_position, self.min_n, self.max_n, self.block_size - 1)
-        return Proposal(jnp.concatenate([last_token(state), drafts], axis=1), count)
+        found = self.found(models, state)
+        return Proposal(jnp.concatenate([last_token(state), found.drafts], axis=1), found.number)
+
+    def found(self, models: Models, state: DecodeState) -> Found:
+        """Returns each row's drafts."""
+        return longest_suffix_match(state.tokens, state.last_position, self.min_n, self.max_n, self.block_size - 1)
 
     def extend(
         self,
@@ -65,9 +71,42 @@ class NGram(OneKind):
         return state
 
 
-def longest_suffix_match(
-    tokens: Int[Array, "B L"], last_position: Int[Array, " B"], min_n: int, max_n: int, k: int
-) -> tuple[Int32[Array, "B {k}"], Int32[Array, " B"]]:
+@dataclass(frozen=True)
+class Suffix(NGram):
+    """Proposes the continuation of the longest suffix that occurred before, in the row's text or in those of a corpus.
+
+    The longer of the two matches counts; of equal ones the row's own. Without a corpus it matches longer suffixes than `NGram`
+    does. The index of the corpus is `Models.corpus`.
+
+    Attributes:
+        min_score: least number of drafts that a match in the corpus has to promise; see `suffix_index.find`.
+    """
+
+    max_n: int = suffix_index.DEPTH
+    min_score: float = 2.0
+
+    name = "suffix"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_n < suffix_index.SHORTEST or self.max_n > suffix_index.DEPTH:
+            limits = f"from {suffix_index.SHORTEST} to {suffix_index.DEPTH}"
+            raise ValueError(f"expected suffix lengths {limits}, found min_n {self.min_n} and max_n {self.max_n}")
+
+    def found(self, models: Models, state: DecodeState) -> Found:
+        row = super().found(models, state)
+        if models.corpus is None:
+            return row
+        lengths = (self.min_n, self.max_n)
+        other = suffix_index.find(
+            models.corpus, state.tokens, state.last_position, *lengths, self.min_score, self.block_size - 1
+        )
+        longer = other.length > row.length
+        drafts = jnp.where(longer[:, None], other.drafts, row.drafts)
+        return Found(drafts, *(jnp.where(longer, a, b) for a, b in zip(other[1:], row[1:], strict=True)))
+
+
+def longest_suffix_match(tokens: Int[Array, "B L"], last_position: Int[Array, " B"], min_n: int, max_n: int, k: int) -> Found:
     """Finds an earlier occurrence of each row's last n-gram and returns the tokens that followed.
 
     The n-gram is the longest suffix of `tokens[: last_position + 1]` with `min_n` to `max_n` tokens that also occurs earlier
@@ -80,7 +119,7 @@ def longest_suffix_match(
         k: maximum number of tokens to return.
 
     Returns:
-        The tokens that followed, up to `last_position`, padded with zeros, and their number: 0 without a match, else 1 to k.
+        The tokens that followed, up to `last_position`. Each match has at least one.
 
     Raises:
         ValueError: min_n < 1, max_n < min_n, or k < 1.
@@ -105,4 +144,5 @@ def longest_suffix_match(
     count = jnp.where(longest >= min_n, jnp.minimum(last - match_end, k), 0)
     slot = jnp.arange(k)[None]
     followed = jnp.take_along_axis(tokens, jnp.minimum(match_end + 1 + slot, size - 1), axis=1)
-    return jnp.where(slot < count, followed, 0).astype(jnp.int32), count[:, 0].astype(jnp.int32)
+    drafts, count, longest = (each.astype(jnp.int32) for each in (jnp.where(slot < count, followed, 0), count, longest))
+    return Found(drafts, count[:, 0], jnp.where(count > 0, longest, 0)[:, 0])

@@ -102,9 +102,16 @@ class NGramsFirst(OneKind):
 
 
 def ngrams_first(drafters: Iterable[Any]) -> tuple[Any, ...]:
-    """Puts n-grams before every drafter with weights, if n-grams are among the drafters."""
+    """Puts n-grams before every drafter with weights, if n-grams are among the drafters.
+
+    Raises:
+        ValueError: there are two drafters without a model, which are "ngram" and "suffix".
+    """
     drafters = tuple(drafters)
-    ngram = next((drafter for drafter in drafters if isinstance(drafter, NGram)), None)
-    if ngram is None:
+    found = [drafter for drafter in drafters if isinstance(drafter, NGram)]
+    if not found:
         return drafters
+    if len(found) > 1:
+        raise ValueError(f"expected ngram or suffix, which also matches n-grams, found {found[0].name} and {found[1].name}")
+    ngram = found[0]
     return tuple(drafter if drafter is ngram else NGramsFirst(drafter, drafter.block_size, ngram) for drafter in drafters)
