@@ -20,7 +20,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from tokenizers import Tokenizer
 
-from tilewright.train.data import Document, TokenStream, encode_documents, end_of_text, read_documents, read_text
+from tilewright.models.records import read_text
+from tilewright.train.data import Document, TokenStream, encode_documents, end_of_text, read_documents
 
 HELD_OUT_MODULES = frozenset(
     "calendar configparser csv fractions heapq json mailbox queue sched shutil statistics textwrap wsgiref zipfile".split()

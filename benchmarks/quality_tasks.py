@@ -10,7 +10,7 @@ from typing import Any
 
 from tilewright.bench.datasets import MBPP_SPLITS, messages, read_examples
 from tilewright.models.chat import ChatTemplate
-from tilewright.train.data import read_records
+from tilewright.models.records import read_records
 
 REFERENCES = {"gsm8k_test": "answer", "humaneval": "canonical_solution", "mbpp": "code", "math500": "solution"}
 """Data files, and the field with the reference answer of each."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tilewright.models.chat import ChatTemplate
-from tilewright.train.data import Record, format_question, read_records, shortened
+from tilewright.models.records import Record, read_records, shortened
+from tilewright.train.data import format_question
 
 Message = dict[str, str]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int
 
-from tilewright.train.data import Record, read_records, shortened
+from tilewright.models.records import Record, read_records, shortened
 
 NAMES = (("prompt_tokens", "output_tokens"), ("prompt_tokens", "completion_tokens"), ("ContextTokens", "GeneratedTokens"))
 """Field names of prompt and output lengths, in tokens: plain names, those of OpenAI's `usage`, and those of Azure's published

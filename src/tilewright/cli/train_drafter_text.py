@@ -17,12 +17,13 @@ from tilewright.cli.train import LoopOptions, chat_template, encode_split, print
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.decoder import DecoderConfig
+from tilewright.models.records import read_jsonl
 from tilewright.models.tokenizer import decode_after, load_tokenizer
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.train import self_instruct as writing
 from tilewright.train.checkpoint import fingerprint
-from tilewright.train.data import TokenSource, TokenStream, encode_documents, read_jsonl
+from tilewright.train.data import TokenSource, TokenStream, encode_documents
 from tilewright.train.records import SUFFIX, Records
 from tilewright.train.regenerate import Writer, cut_prompts, regenerate
 from tilewright.train.self_instruct import SelfInstructOptions

@@ -34,7 +34,7 @@ SHORTEST = 2
 MOST_DRAFTS = 32
 """The most tokens of a continuation."""
 RAREST = 10
-"""At least one in so many occurrences of a suffix continues with all drafts. vLLM's suffix decoding has a probability of 0.1."""
+"""At least one in so many occurrences of a suffix continues with all drafts; a probability of 0.1, as in vLLM."""
 FAN_OUT = 16
 """Parts into which a step of the search on the device divides the remaining positions."""
 EIGHTHS = 8

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tilewright.llm.language_model import LanguageModel
+from tilewright.models.records import read_jsonl
 from tilewright.runtime.sampling import Sampling
-from tilewright.train.data import TokenStream, read_jsonl
+from tilewright.train.data import TokenStream
 
 
 def cut_prompts(stream: TokenStream, count: int, length: int, seed: int) -> list[list[int]]:
