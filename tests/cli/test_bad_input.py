@@ -239,6 +239,7 @@ def test_unknown_commands(run: Run, empty: Path):
         (["--drafter", "dflash"], "found dflash, which belongs to demo"),
         (["--drafter", "ngram", "none", "--drafting", "window=8"], "a draft window needs a drafter with weights"),
         (["--drafter", "ngram", "--drafting", "dtype=bfloat16"], "a drafter dtype needs a drafter with weights"),
+        (["--drafter", "ngram", "--drafting", "suffix_corpus=a.txt"], "a corpus needs the drafter suffix or auto, found ngram"),
         (["--drafter", "ngram", "--refine", "1"], "refining needs a DFlash drafter"),
         (["--data", "absent.jsonl"], "absent.jsonl cannot be read: No such file or directory"),
         (["--data", "."], ". cannot be read: Is a directory"),

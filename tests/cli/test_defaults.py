@@ -10,7 +10,7 @@ from cli.conftest import Run
 from models.published_files import NAME, install, pip_that, uninstall
 from tilewright.cli import demo, generate, serve
 from tilewright.cli.chat import chat
-from tilewright.cli.common import AdaptedModelOptions, ModelOptions, default_drafter, named_model
+from tilewright.cli.common import AdaptedModelOptions, DraftingSettings, ModelOptions, default_drafter, named_model
 from tilewright.cli.serve import ServedModelOptions
 
 
@@ -23,6 +23,10 @@ def test_every_command_has_the_same_drafter_for_a_model(model: str, drafter: str
         assert options(model).drafter_name == drafter
         assert options(model, drafter="none").drafter_text == "no drafter"
         assert options(model, drafter="a/b").drafter_name == "a/b"
+        texts = DraftingSettings(suffix_corpus=Path("texts.txt"))
+        assert options(model, drafting=texts).drafter_name == drafter.replace("ngram", "suffix")
+        drafters = [options(model).drafter_source("auto", corpus) for corpus in (None, texts.suffix_corpus)]
+        assert [each[0] for each in drafters if isinstance(each, list)] == ["ngram", "suffix"]
 
 
 @pytest.mark.parametrize("command", [generate.generate, chat, serve.serve])

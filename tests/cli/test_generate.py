@@ -240,6 +240,13 @@ def test_rounds_are_chosen_unless_a_block_size_is_given(run: Run, pair: list[Any
     ran = run("generate", *prompts, *model, *NEW, "--json", "-")  # n-grams by default
     assert ran.json["tokens"] == [tokens for tokens, _ in expected.values()]
     check_chosen(ran.json, {"ngram"}, 16)
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(" ".join(text for _, text in expected.values()))
+    ran = run("generate", *prompts, *model, *NEW, "--drafting", f"suffix_corpus={corpus}", "--json", "-")
+    assert ran.json["tokens"] == [tokens for tokens, _ in expected.values()]
+    check_chosen(ran.json, {"suffix"}, 16)
+    ran = run("generate", "t1", *model, *NEW, "--drafter", "ngram", "--drafting", f"suffix_corpus={corpus}")
+    assert (ran.status, ran.err) == (2, "tilewright: a corpus needs the drafter suffix, found ngram\n")
 
 
 def test_a_replay_says_what_each_round_was(run: Run, pair: list[Any], expected: dict[str, Any], tmp_path: Path):
