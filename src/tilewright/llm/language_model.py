@@ -220,7 +220,9 @@ class LanguageModel:
         if isinstance(drafter, Team):
             other.drafter = replace(drafter, members=members)
             drafter_params = each
-        other.pacing = Pacing(other.drafter, self.number_format, self.cost_files) if isinstance(other.drafter, Team) else None
+        files = self.cost_files
+        team = other.drafter if isinstance(other.drafter, Team) else None
+        other.pacing = None if team is None else Pacing(team, self.number_format, files, corpus)
         other.model = other.model_of(Models(target, drafter_params, head, corpus), other.drafter)
         other.programs = {}
         return other

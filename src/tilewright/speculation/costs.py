@@ -379,6 +379,7 @@ def configuration(programs: Programs, team: Team, rows: int, drawn: bool, weight
         "shape": {"rows": rows, "slots": layout.batch, "capacity": layout.capacity, "drawn": drawn},
         "pages": {"pages": layout.pages, "page_size": layout.page_size},
         "loops": target.loops,
+        **({} if programs.models.corpus is None else {"corpus": len(programs.models.corpus.tokens)}),
     }
 
 

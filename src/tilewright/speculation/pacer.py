@@ -21,7 +21,6 @@ from tilewright.speculation.counterfactual import CounterfactualNGram, joined
 from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.pacing import CostKey, Pacing, new_history
 from tilewright.speculation.policy import History, Policy
-from tilewright.speculation.suffix_index import HostIndex
 from tilewright.speculation.team import Team
 
 FIRST_WIDTH = 4
@@ -49,8 +48,6 @@ class Pacer(Pace):
         self.history = history
         self.policies: dict[int, Policy] = {}
         self.ngram = next((member for member in team.members if isinstance(member, NGram)), None)
-        corpus = runner.programs.models.corpus
-        self.corpus = None if corpus is None else HostIndex(corpus)
 
     def policy(self, rows: int) -> Policy:
         """Returns the policy for batches of `rows` rows."""
@@ -70,7 +67,7 @@ class Pacer(Pace):
         """Returns the counterfactual n-gram acceptance of a request, or None without an n-gram drafter."""
         if self.ngram is None:
             return None
-        return CounterfactualNGram(self.ngram, prompt, self.team.widths_of(self.ngram), self.corpus)
+        return CounterfactualNGram(self.ngram, prompt, self.team.widths_of(self.ngram), self.pacing.corpus)
 
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
         policy = self.policy(rows)

@@ -11,6 +11,7 @@ from tilewright.runtime.runner import ModelRunner
 from tilewright.speculation.costs import CostFiles, RoundCosts, RoundTimer, configuration, measure
 from tilewright.speculation.drafters.ngrams_first import NGramsFirst
 from tilewright.speculation.policy import History
+from tilewright.speculation.suffix_index import HostIndex, SuffixIndex
 from tilewright.speculation.team import Team
 
 
@@ -34,13 +35,15 @@ class Pacing:
         history: observations of all calls.
         costs: cost tables that were measured or read from a file.
         files: files of cost tables; None measures in every process.
+        corpus: index of the corpus that the team searches, for the host; None for none.
         files_tried: keys whose file was tried.
         patient: True compiles every choice that promises to be faster, however long it takes. Benchmarks set it.
         lock: held while programs are compiled or measured.
     """
 
-    def __init__(self, team: Team, weights: str, files: CostFiles | None = None):
+    def __init__(self, team: Team, weights: str, files: CostFiles | None = None, corpus: SuffixIndex | None = None):
         self.team = team
+        self.corpus = None if corpus is None else HostIndex(corpus)
         self.weights = weights
         self.files = files
         self.history = new_history(team)
