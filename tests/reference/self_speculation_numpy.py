@@ -124,11 +124,16 @@ def as_folder(folder: Path, model: Model) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model.config))
     save_file({name: np.ascontiguousarray(value) for name, value in model.tensors.items()}, folder / "model.safetensors")
-    words = {f"t{token}": token for token in range(model.config["vocab_size"])}
+    write_words(folder, model.config["vocab_size"])
+    return folder
+
+
+def write_words(folder: Path, vocab: int) -> None:
+    """Writes a tokenizer in which the word "t7" is token 7."""
+    words = {f"t{token}": token for token in range(vocab)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 CHARACTERS = ("Ġ", *map(chr, range(33, 127)), "</s>", "<mask>")

@@ -47,6 +47,17 @@ def with_whole_blocks(table: ShapeTable, length: int) -> ShapeTable:
     return replace(table, chunks=chunks)
 
 
+def check_supported(request: GenerateRequest) -> None:
+    """Raises a `ValueError` for a request that needs decoding token by token."""
+    for name, wrong in (
+        ("prompt_logprobs", request.prompt_logprobs),
+        ("pooling", request.pooling is not None),
+        ("lora", request.lora is not None),
+    ):
+        if wrong:
+            raise ValueError(f"expected no {name}, which is not supported for a model whose blocks are denoised")
+
+
 class BlockPrograms(Programs):
     """Programs whose rounds are passes over blocks."""
 
@@ -143,13 +154,7 @@ class BlockCausal(Autoregressive):
         super().__init__(model, options, make_chooser, programs, sampling)
 
     def check(self, request: GenerateRequest) -> None:
-        for name, wrong in (
-            ("prompt_logprobs", request.prompt_logprobs),
-            ("pooling", request.pooling is not None),
-            ("lora", request.lora is not None),
-        ):
-            if wrong:
-                raise ValueError(f"expected no {name}, which is not supported for a model whose blocks are denoised")
+        check_supported(request)
         options = request.denoising or self.blocks
         if not isinstance(options, BlockDenoising):
             raise ValueError(f"expected denoising options as BlockDenoising, found {type(options).__name__}")

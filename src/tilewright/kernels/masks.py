@@ -39,6 +39,8 @@ class AttentionMask:
         window: keys at positions `<= position - window` are not visible. Query t has position `context + t`; with bits,
             `context + n - 1` for its n set bits (the depth of a tree node); without a block, `context - 1`, as its own entry is
             the last of the context. Positions of the block's keys follow the same rule.
+        shared_window: every query of a row has the window of the first position behind its context, and the window hides no
+            position of the block.
     """
 
     context_lengths: Any
@@ -46,16 +48,18 @@ class AttentionMask:
     segment_ids: Any = None
     counts: Any = None
     window: int | None = None
+    shared_window: bool = False
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         word = isinstance(self.block, str)
         bits = None if word else self.block
-        return (self.context_lengths, bits, self.segment_ids, self.counts), (self.block if word else None, self.window)
+        static = (self.block if word else None, self.window, self.shared_window)
+        return (self.context_lengths, bits, self.segment_ids, self.counts), static
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], data: tuple[Any, ...]) -> "AttentionMask":
-        (word, window), (context_lengths, bits, segment_ids, counts) = static, data
-        return cls(context_lengths, bits if word is None else word, segment_ids, counts, window)
+        (word, window, shared_window), (context_lengths, bits, segment_ids, counts) = static, data
+        return cls(context_lengths, bits if word is None else word, segment_ids, counts, window, shared_window)
 
     @property
     def form(self) -> str:
@@ -65,7 +69,8 @@ class AttentionMask:
     @property
     def appends(self) -> bool:
         """True for plain causal masks: each row's queries follow its context, and each sees all entries up to its own."""
-        return self.form == "causal" and self.segment_ids is None and self.context_lengths.shape[1] == 1
+        plain = self.segment_ids is None and not self.shared_window
+        return self.form == "causal" and plain and self.context_lengths.shape[1] == 1
 
 
 def causal_from(start: Int[Array, " B"], counts: Int[Array, " B"] | None = None, window: int | None = None) -> AttentionMask:
@@ -127,14 +132,15 @@ def block_seen(mask: AttentionMask, queries: Int[Array, " T"], size: int) -> Boo
         rules.append(unpacked(of_queries(mask.block, queries), size))
     if mask.segment_ids is not None:
         rules.append(of_queries(mask.segment_ids, queries)[:, :, None] == mask.segment_ids[:, None, :size])
-    if mask.window is not None and mask.form == "bits":
+    window = None if mask.shared_window else mask.window
+    if window is not None and mask.form == "bits":
         found = mask.block.shape[1]
         if size > found:
             raise ValueError(f"expected bits for all {size} positions of the block, as the mask has a window; found {found}")
         depth = depths(mask.block)
-        rules.append(depth[:, None, :size] > of_queries(depth, queries)[:, :, None] - mask.window)
-    elif mask.window is not None:
-        rules.append((key > queries[:, None] - mask.window)[None])
+        rules.append(depth[:, None, :size] > of_queries(depth, queries)[:, :, None] - window)
+    elif window is not None:
+        rules.append((key > queries[:, None] - window)[None])
     if mask.counts is not None:
         rules.append((queries < mask.counts[:, None])[:, :, None])
     if not rules:
@@ -160,7 +166,9 @@ def cached_range(
         position = context + of_queries(depths(mask.block), queries)
     else:
         position = context - 1 if mask.form == "none" else context + at
-    first = None if mask.window is None else jnp.maximum(position - mask.window + 1, 0)
+    first = None
+    if mask.window is not None:
+        first = jnp.maximum((context if mask.shared_window else position) - mask.window + 1, 0)
     end = context
     if block_is_cached and mask.form == "causal":
         end = position + 1

@@ -23,6 +23,8 @@ from tilewright.compiled.machine import cores, takes_loops
 from tilewright.compiled.store import warm
 from tilewright.diffusion.block_causal import BlockCausal, BlockPrograms, with_whole_blocks
 from tilewright.diffusion.blocks import BlockDenoising
+from tilewright.diffusion.canvas import CanvasDenoising
+from tilewright.diffusion.canvas_decoding import CanvasDecoding, CanvasPrograms
 from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.matcher import Compiler, Matcher
 from tilewright.kernels.operations import is_batch_invariant
@@ -32,7 +34,7 @@ from tilewright.llm.embeddings import embeddings
 from tilewright.llm.stream import Stream
 from tilewright.models import checkpoint, decoder, hub
 from tilewright.models.chat import ChatTemplate
-from tilewright.models.config import for_context
+from tilewright.models.config import Canvas, for_context
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.hub import DRAFT_ADAPTER
 from tilewright.models.kinds import check_kind
@@ -72,6 +74,8 @@ from tilewright.speculation.team import Team
 
 Way = Literal["tokens", "blocks"]
 """Ways of decoding: token by token, or block by block with denoising."""
+AnyDenoising = BlockDenoising | CanvasDenoising
+"""Options of models whose blocks, or canvases, are denoised."""
 ANSWER_TOKENS = 512
 """Default length limit of a chat's answer."""
 CALL = EngineOptions(prefix_cache=False, guard="off", dispatch_s=math.inf, constraints=True)
@@ -125,10 +129,14 @@ class LanguageModel:
         self.kernels = self.ops.name
         self.placement = placement
         self.table = table or ShapeTable().reaching(target.max_position_embeddings)
-        self.block_length = target.masked_blocks.length if target.masked_blocks and target.denoises_blocks else None
-        if self.block_length is not None:
+        self.block_length: int | None = None
+        self.denoising: AnyDenoising = BlockDenoising()
+        if target.canvas is not None:
+            self.block_length = target.canvas.length
+            self.denoising = CanvasDenoising()
+        elif target.masked_blocks is not None and target.denoises_blocks:
+            self.block_length = target.masked_blocks.length
             self.table = with_whole_blocks(self.table, self.block_length)
-        self.denoising = BlockDenoising()
         self.drafter: Drafter | None = None
         self.pacing: Pacing | None = None
         self.cost_files: CostFiles | None = None
@@ -255,6 +263,8 @@ class LanguageModel:
         Raises:
             ValueError: the model was not trained to denoise blocks, or a length of which no token would be denoised.
         """
+        if self.target.canvas is not None:
+            return self.with_canvas(self.target.canvas.length if length is None else length)
         if self.target.masked_blocks is None:
             raise ValueError(
                 f"expected a model that was trained to denoise blocks, found one of the family {self.target.family}"
@@ -268,6 +278,17 @@ class LanguageModel:
         other.table = self.table if blocks.causal else with_whole_blocks(self.table, blocks.length)
         other.drafter = None
         other.pacing = None
+        other.model = other.model_of(Models(self.model.models.target), None)
+        other.programs = {}
+        return other
+
+    def with_canvas(self, length: int) -> "LanguageModel":
+        """Returns a copy of the model whose canvases have this many positions; the parameters are shared."""
+        if length < 1:
+            raise ValueError(f"expected a canvas of at least 1 token, found {length}")
+        other = copy(self)
+        other.target = replace(self.target, canvas=Canvas(length))
+        other.block_length = length
         other.model = other.model_of(Models(self.model.models.target), None)
         other.programs = {}
         return other
@@ -416,7 +437,7 @@ class LanguageModel:
         layout = Layout.full(shape.batch, capacity, self.model.target.config.windows, ahead)
         model = self.model
         # If several threads make the programs at once, all use the first one's.
-        kind = Programs if self.block_length is None else BlockPrograms
+        kind = Programs if self.block_length is None else BlockPrograms if self.target.canvas is None else CanvasPrograms
         return self.programs.setdefault(key, kind(model.target, model.models, model.dtype, drafter, table, layout))
 
     def decoding(self, drafter: Drafter | None, options: EngineOptions, **settings: Any) -> Autoregressive:
@@ -426,6 +447,8 @@ class LanguageModel:
             settings: see `Autoregressive`.
         """
         model = replace(self.model, drafter=drafter)
+        if isinstance(self.denoising, CanvasDenoising):
+            return CanvasDecoding(model, options, **settings, defaults=self.denoising)
         if self.block_length is not None:
             return BlockCausal(model, options, **settings, defaults=self.denoising)
         return Autoregressive(model, options, **settings)
@@ -456,7 +479,7 @@ class LanguageModel:
         speculative: bool | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
         lora: str | Sequence[str | None] | None = None,
-        denoising: BlockDenoising | Sequence[BlockDenoising] | None = None,
+        denoising: AnyDenoising | Sequence[AnyDenoising] | None = None,
     ) -> Stream:
         """Begins a generation, for callers that stream; `generate` is simpler.
 
@@ -468,7 +491,8 @@ class LanguageModel:
             grammar: grammar of the texts, one for all or one each; None for free text. Needs the extra `grammar`.
             lora: names of adapters (see `load`), one for all or one each (None for the base model); by default
                 `default_adapter`.
-            denoising: options of a model whose blocks are denoised, one for all or one each; by default `self.denoising`.
+            denoising: options of a model whose blocks or canvases are denoised, one for all or one each; by default
+                `self.denoising`.
         """
         items = listed(prompts)
         each = self.agreed_sampling(self.each_sampling(items, sampling))
@@ -506,7 +530,7 @@ class LanguageModel:
         speculative: bool | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
         lora: str | Sequence[str | None] | None = None,
-        denoising: BlockDenoising | Sequence[BlockDenoising] | None = None,
+        denoising: AnyDenoising | Sequence[AnyDenoising] | None = None,
     ) -> Generation[Result]:
         """Generates a text for every prompt; arguments as for `start`."""
         with self.start(prompts, sampling, speculative, grammar, lora, denoising) as stream:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard
 
 from jax import Array
 from jaxtyping import Int
@@ -142,6 +142,23 @@ class MaskedBlocks:
             return length - 1, 1
         denoised = length if self.first_token is None else length - 1
         return denoised // self.length * self.length, self.length
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """Blocks of a model that refines random tokens: a canvas follows the finished tokens, which see those before them only.
+
+    Attributes:
+        length: positions of a canvas.
+    """
+
+    length: int
+
+    causal: ClassVar[bool] = True
+
+    def first_block(self, length: int) -> tuple[int, int]:
+        """Returns first position and number of positions of the canvas behind a text of `length` tokens."""
+        return length, self.length
 
 
 class RopeFields(NamedTuple):
@@ -454,7 +471,7 @@ def text_config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(text, Mapping):
         return fields
     # `read_config` writes the end tokens of `generation_config.json` to the top level.
-    shared = ("eos_token_id", "quantization_config", "tie_word_embeddings")
+    shared = ("eos_token_id", "quantization_config", "tie_word_embeddings", "canvas_length")
     ends = {} if fields.get("eos_token_id") is None else {"eos_token_id": fields["eos_token_id"]}
     return {**{name: fields[name] for name in shared if name in fields}, **text, **ends}
 
@@ -469,9 +486,13 @@ def bare_tensor(name: str) -> str | None:
     return f"model.{found[1]}" if found else None
 
 
+TEXT_PARTS = ("lm_head.", "model.decoder.", "model.encoder.language_model.")
+"""Prefixes of tensor names that a multimodal checkpoint's text model has, too."""
+
+
 def text_tensor(name: str) -> str | None:
     """Maps a multimodal checkpoint's tensor name to the text model's; returns None for tensors of other parts."""
     for prefix, instead in (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model.")):
         if name.startswith(prefix):
             return instead + name.removeprefix(prefix)
-    return name if name.startswith("lm_head.") else None
+    return name if name.startswith(TEXT_PARTS) else None

@@ -28,7 +28,9 @@ from tilewright.kernels.operations import (
     Transposed,
     softcapped,
 )
+from tilewright.models.canvas import declare_canvas
 from tilewright.models.config import (
+    Canvas,
     ConfigReader,
     HeadSizes,
     LayerKind,
@@ -69,6 +71,7 @@ class DecoderConfig(Sizes):
         balance: coefficient of `experts.balancing_loss` in training (`router_aux_loss_coef`).
         delta, delta_layers: the sizes of linear attention, and the layers that use it.
         masked_blocks: the blocks that the model was also trained to denoise; None for a model that only decodes.
+        canvas: the blocks of a model that refines random tokens; None for other models.
     """
 
     family: str
@@ -91,11 +94,12 @@ class DecoderConfig(Sizes):
     delta: DeltaSizes | None = None
     delta_layers: tuple[int, ...] = ()
     masked_blocks: MaskedBlocks | None = None
+    canvas: Canvas | None = None
 
     @property
     def denoises_blocks(self) -> bool:
         """True if blocks are denoised one after the other, and the model does not decode token by token."""
-        return self.masked_blocks is not None and not self.masked_blocks.causal
+        return self.canvas is not None or (self.masked_blocks is not None and not self.masked_blocks.causal)
 
     def kind(self, layer: int) -> LayerKind:
         """Returns the kind of a layer."""
@@ -263,7 +267,8 @@ def join_layer(attention: Layer, mlp: Layer) -> Layer:
 class DecoderParams:
     """All arrays of a decoder. `head` is None if the embedding is also the output head.
 
-    `adapters` is the table of ranks of low-rank adapters (`lora.Adapters.columns`); None without adapters.
+    `adapters` is the table of ranks of low-rank adapters (`lora.Adapters.columns`); None without adapters. `canvas` are the
+    weights of passes over a canvas (`canvas.CanvasWeights`); None for a model without one.
     """
 
     embed: Any
@@ -271,6 +276,7 @@ class DecoderParams:
     norm: Any
     head: Any
     adapters: Any = None
+    canvas: Any = None
 
 
 def declare_layer(config: Any, prefix: str, family: Family, inputs: int | None = None, kind: LayerKind = LayerKind()) -> Layer:
@@ -368,9 +374,13 @@ def declare(config: DecoderConfig, separate_head: bool = False, family: Family |
         norm=norm_weight("model.norm.weight", h, offset=family.norm_offset),
         head=head,
     )
-    if not family.stored_parts:
+    if family.stored_parts:
+        declared = jax.tree.map(lambda spec: replace(spec, name=family.stored_name(spec.name)), declared)
+    if config.canvas is None:
         return declared
-    return jax.tree.map(lambda spec: replace(spec, name=family.stored_name(spec.name)), declared)
+    scalars, canvas = declare_canvas(tuple(layer.scalar for layer in declared.layers), h, config.intermediate_size)
+    encoder = tuple(replace(layer, scalar=scalar) for layer, scalar in zip(declared.layers, scalars, strict=True))
+    return replace(declared, layers=encoder, canvas=canvas)
 
 
 def prepare(config: DecoderConfig, ops: Operations, params: DecoderParams) -> DecoderParams:
@@ -563,10 +573,12 @@ def forward(
     tap_layers: tuple[int, ...] = (),
     schedule: Strategy = SINGLE_DEVICE,
     adapter: Int[Array, " B"] | None = None,
+    embedded: Float[Array, "B T H"] | None = None,
 ) -> Forward:
     """Runs the layers over `tokens` at `positions`.
 
     Args:
+        embedded: first residual stream, in place of the tokens' scaled embeddings.
         attn_metadata, caches: passed to `attend`: metadata of all layers, such as the mask, and the cache of each layer.
         adapter: the number of each row's adapter, 0 for none; None if no row has one.
     """
@@ -576,9 +588,17 @@ def forward(
     rows = Rows(config.rope_tables(positions), attn_metadata)
     stack = stack_of(config, ops, params.layers, attend)
     before = (None,) * config.num_layers if caches is None else caches
-    embedded = scaled(config, schedule.embed(ops, params.embed, tokens))
+    if embedded is None:
+        embedded = embed(config, ops, params, tokens, schedule)
     hidden, taps, after = schedule.run(stack, embedded, rows, before, tap_layers)
     return Forward(hidden, taps, after)
+
+
+def embed(
+    config: DecoderConfig, ops: Operations, params: DecoderParams, tokens: Int[Array, "B T"], schedule: Strategy = SINGLE_DEVICE
+) -> Float[Array, "B T H"]:
+    """Returns the scaled embeddings of tokens, the first residual stream."""
+    return scaled(config, schedule.embed(ops, params.embed, tokens))
 
 
 def scaled(config: DecoderConfig, embedded: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
+from tilewright.models.families.diffusion_gemma import DIFFUSION_GEMMA
 from tilewright.models.families.fast_dllm import FAST_DLLM
 from tilewright.models.families.gemma import GEMMA2, GEMMA3
 from tilewright.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
@@ -45,6 +46,7 @@ FAMILIES: dict[str, Family] = {
         SDAR_MOE,
         FAST_DLLM,
         LLADA2,
+        DIFFUSION_GEMMA,
     )
 }
 """Families by `model_type`. A new family needs a file in `families/` and a line here."""

@@ -117,7 +117,7 @@ class Autoregressive:
         windows = [PageGroup(Pages(each.pages, layout.page_size), each.window) for each in layout.windows]
         snapshots = Snapshots(layout.snapshots, pages) if layout.snapshots and self.prefix_cache else None
         sizes = (programs.table, pages, layout.capacity, self.prefix_cache)
-        self.scheduler = Scheduler(*sizes, contexts, windows, snapshots, model.target.blocks)
+        self.scheduler = Scheduler(*sizes, contexts, windows, snapshots, model.target.blocks or model.target.canvas)
         self.runner = self.runner_type(programs, sampling)
         self.chooser = make_chooser(self.runner, options.dispatch_s)
         self.last_masks: MaskSource = "none"

@@ -20,7 +20,17 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels import select
 from tilewright.kernels.masks import AttentionMask
-from tilewright.kernels.operations import UNMAPPED, Heads, KeyValueRows, Operations, PagedCache, Pool, Projection, Scores
+from tilewright.kernels.operations import (
+    PLAIN_SCORES,
+    UNMAPPED,
+    Heads,
+    KeyValueRows,
+    Operations,
+    PagedCache,
+    Pool,
+    Projection,
+    Scores,
+)
 
 
 @runtime_checkable
@@ -34,7 +44,14 @@ class KVCache(Protocol):
         """
         ...
 
-    def attend(self, ops: Operations, q: Array, mask: AttentionMask, block_kv: tuple[Array, Array] | None = None) -> Array:
+    def attend(
+        self,
+        ops: Operations,
+        q: Array,
+        mask: AttentionMask,
+        block_kv: tuple[Array, Array] | None = None,
+        scores: Scores = PLAIN_SCORES,
+    ) -> Array:
         """Attention `[B, T, N, D]` of queries over the cache and over `block_kv`; see `Operations.attend`."""
         ...
 
@@ -83,8 +100,9 @@ class InRows:
         q: Float[Array, "B T N D"],
         mask: AttentionMask,
         block_kv: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+        scores: Scores = PLAIN_SCORES,
     ) -> Float[Array, "B T N D"]:
-        return ops.attend(q, KeyValueRows(self.k, self.v), mask, block_kv)
+        return ops.attend(q, KeyValueRows(self.k, self.v), mask, block_kv, scores)
 
     def visible(self, stop: Int[Array, " B"]) -> Int[Array, " B"]:
         return jnp.minimum(stop, self.k.shape[2])
@@ -223,8 +241,9 @@ class Paged:
         q: Float[Array, "B T N D"],
         mask: AttentionMask,
         block_kv: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+        scores: Scores = PLAIN_SCORES,
     ) -> Float[Array, "B T N D"]:
-        return ops.attend(q, PagedCache(self.pool, self.table), mask, block_kv)
+        return ops.attend(q, PagedCache(self.pool, self.table), mask, block_kv, scores)
 
     def visible(self, stop: Int[Array, " B"]) -> Int[Array, " B"]:
         return jnp.minimum(stop, select.mapped_entries(self.table, self.pool.page_size))

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from tilewright.kernels.operations import UNMAPPED
-from tilewright.models.config import MaskedBlocks
+from tilewright.models.config import Canvas, MaskedBlocks
 from tilewright.runtime.constraints import ConstraintState
 from tilewright.runtime.groups import PageGroup, RowPages, usable_prefix
 from tilewright.runtime.output import OutputProcessor, Result
@@ -210,7 +210,7 @@ class Scheduler:
         contexts: Sequence[str] = (),
         windows: Sequence[PageGroup] = (),
         snapshots: Snapshots | None = None,
-        blocks: MaskedBlocks | None = None,
+        blocks: MaskedBlocks | Canvas | None = None,
     ):
         """Args:
         windows: the further groups, of layers with a window.

@@ -16,7 +16,7 @@ from tilewright.kernels import select
 from tilewright.kernels.masks import AttentionMask, causal_from
 from tilewright.kernels.operations import Heads, Operations, Projection
 from tilewright.models import decoder
-from tilewright.models.config import MaskedBlocks
+from tilewright.models.config import Canvas, MaskedBlocks
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.delta import DeltaState
 from tilewright.models.stack import TRACED_ONCE, Strategy
@@ -66,6 +66,11 @@ class Target:
     def blocks(self) -> MaskedBlocks | None:
         """The blocks that are denoised; None for a model that decodes token by token."""
         return None if self.block_length is None else self.config.masked_blocks
+
+    @property
+    def canvas(self) -> Canvas | None:
+        """The canvas of a model that refines random tokens; None for other models."""
+        return self.config.canvas
 
 
 @jax.tree_util.register_dataclass
@@ -127,7 +132,8 @@ class DecodeState:
         adapter: int32 `[B]`, number of each row's low-rank adapter, 0 for none; None if no row has an adapter.
         automaton: int32 `[B]`, state of each row's automaton behind the last rounds; see `automaton_table.py`. None if no
             program needs it.
-        denoising: denoising state of rows whose blocks are denoised (`diffusion.blocks.BlockRows`); None for other rows.
+        denoising: denoising state of rows whose blocks or canvases are denoised (`diffusion.blocks.BlockRows`,
+            `diffusion.canvas.CanvasRows`); None for other rows.
         proposed: int32 `[B, T]` for rounds under masks of width T: the number of each row's drafts for its next round, then the
             drafts; 0 drafts behind other rounds. None if no program needs it.
     """
@@ -182,7 +188,7 @@ def bounded_attend(
     """
     q, k, v = ops.heads(projection, heads)
     after = cache.append(ops, k, v, span.start, span.count)
-    out = after.attend(ops, q, AttentionMask(ends, counts=span.count))
+    out = after.attend(ops, q, AttentionMask(ends, counts=span.count), scores=heads.scores)
     return out.reshape(*q.shape[:2], -1), after
 
 

@@ -55,6 +55,7 @@ def seen_cached(mask: AttentionMask, size: int, entries: int, holds_block: bool)
     at = jnp.arange(size)[None, :, None]
     if mask.window is not None:
         depth = depths(mask.block)[:, :, None] if mask.form == "bits" else -1 if mask.form == "none" else at
+        depth = 0 if mask.shared_window else depth
         is_visible = is_visible & (entry > context + depth - mask.window)
     if mask.counts is not None:
         is_visible = is_visible & (at < mask.counts[:, None, None])
