@@ -55,6 +55,8 @@ def chosen(form: str, b: int, t: int) -> dict[str, Any]:
             parts["window"] = 3
         elif word == "wide":
             parts["window"] = 21
+        elif word == "shared":
+            parts["shared_window"] = True
         else:
             assert word == "context"
     return parts
@@ -70,10 +72,13 @@ CASES = [
     "full",
     "full counts",
     "full window",
+    "full window shared",
+    "full counts wide shared",
     "tree",
     "tree counts",
     "tree window",
     "tree wide",
+    "tree wide shared",
     "causal segments",
     "full segments",
     "causal segments window counts",

@@ -15,6 +15,7 @@ class Mask:
     segment_ids: Any = None
     counts: Any = None
     window: int | None = None
+    shared_window: bool = False
 
     def bit(self, row: int, query: int, position: int) -> bool:
         return bool(int(self.block[row, query, position // 32]) >> (position % 32) & 1)
@@ -35,7 +36,7 @@ def seen_keys(mask: Mask, row: int, query: int, queries: int, own: int | None) -
     context = int(mask.context_lengths[row, query])
     size = queries if own is None else own
     words = 0 if mask.block is None or isinstance(mask.block, str) else 32 * mask.block.shape[2]
-    here = mask.depth(row, query, words)
+    here = 0 if mask.shared_window else mask.depth(row, query, words)
 
     def near(depth: int) -> bool:
         return mask.window is None or depth > here - mask.window
@@ -54,7 +55,7 @@ def seen_keys(mask: Mask, row: int, query: int, queries: int, own: int | None) -
             sees = mask.bit(row, query, position)
         if mask.segment_ids is not None:
             sees = sees and mask.segment_ids[row, query] == mask.segment_ids[row, position]
-        if sees and mask.window is not None:
+        if sees and mask.window is not None and not mask.shared_window:
             sees = near(mask.depth(row, position, words))
         if sees:
             block.append(position)

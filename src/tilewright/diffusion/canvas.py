@@ -12,6 +12,7 @@ entropy bound from arXiv 2505.24857.
 Legend: B rows of a batch, T positions of a canvas, H hidden size, V vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
@@ -30,7 +31,7 @@ from tilewright.kernels.operations import Heads, Norm, Operations, Projection
 from tilewright.kernels.select import argmax
 from tilewright.models import decoder
 from tilewright.models.canvas import CanvasWeights
-from tilewright.models.config import Canvas
+from tilewright.models.config import Canvas, is_number
 from tilewright.models.decoder import DecoderParams
 from tilewright.runtime.per_row import for_each, slice_row
 from tilewright.runtime.rounds import one_of
@@ -50,6 +51,8 @@ MOST_STEPS = 10_000
 """Maximum of `CanvasDenoising.steps`."""
 RANDOM_TOKEN = 1
 """Number folded into a position's key for its random token; the key itself makes the noise of its draw."""
+SAMPLER = "EntropyBoundSamplerConfig"
+"""Name of the sampler in a `generation_config.json`."""
 UNSET = -1
 """Token id of a position that gets a random token."""
 
@@ -88,6 +91,33 @@ class CanvasDenoising:
         ):
             if not good:
                 raise ValueError(f"expected {expected}, found {found}")
+
+
+PUBLISHED_NAMES = {"max_denoising_steps": "steps"} | {
+    name: name for name in ("t_max", "t_min", "stability_threshold", "confidence_threshold")
+}
+"""Fields of a `generation_config.json`, and the options that they set."""
+
+
+def published_options(fields: Mapping[str, Any], where: str = "generation_config.json") -> CanvasDenoising:
+    """Reads the default options of a model from its `generation_config.json`.
+
+    Raises:
+        ValueError: another sampler, or a value out of its range.
+    """
+    found = {option: fields[name] for name, option in PUBLISHED_NAMES.items() if fields.get(name) is not None}
+    sampler = fields.get("sampler_config")
+    if sampler is not None:
+        bound = sampler.get("entropy_bound") if isinstance(sampler, Mapping) else None
+        if bound is None or sampler.get("_cls_name", SAMPLER) != SAMPLER:
+            raise ValueError(f"{where}: expected sampler_config to be {SAMPLER} with an entropy_bound, found {sampler!r}")
+        found["entropy_bound"] = bound
+    if wrong := [name for name, value in found.items() if not is_number(value)]:
+        raise ValueError(f"{where}: expected a number for {wrong[0]}, found {found[wrong[0]]!r}")
+    try:
+        return CanvasDenoising(**found)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 @jax.tree_util.register_dataclass

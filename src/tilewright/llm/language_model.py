@@ -23,7 +23,7 @@ from tilewright.compiled.machine import cores, takes_loops
 from tilewright.compiled.store import warm
 from tilewright.diffusion.block_causal import BlockCausal, BlockPrograms, with_whole_blocks
 from tilewright.diffusion.blocks import BlockDenoising
-from tilewright.diffusion.canvas import CanvasDenoising
+from tilewright.diffusion.canvas import CanvasDenoising, published_options
 from tilewright.diffusion.canvas_decoding import CanvasDecoding, CanvasPrograms
 from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.matcher import Compiler, Matcher
@@ -760,6 +760,8 @@ def read_target(
     )
     lm.name = name
     lm.folder = folder
+    if config.canvas is not None:
+        lm.denoising = published_options(checkpoint.read_generation_config(folder), str(folder / checkpoint.GENERATION_CONFIG))
     return lm
 
 
