@@ -92,7 +92,7 @@ def test_texts_longer_than_many_windows_keep_few_pages_of_them(model: Model, tmp
     lm = load(as_folder(tmp_path, random_model(4, 4)), table=table)  # type: ignore[arg-type]
     asked = prompts(6, (60, 44), VOCAB)
     requests = requests_of(asked, 50)
-    outputs, engine = served(lm, requests, EngineOptions(table, page_size=16, dispatch_s=0.001))
+    outputs, _ = served(lm, requests, EngineOptions(table, page_size=16, dispatch_s=0.001))
     for seed, (prompt, found) in enumerate(zip(asked, outputs, strict=True)):
         assert tokens_of(found) == generate(random_model(4, 4), prompt, 50, WAYS[seed], seed)[0]
 

@@ -33,6 +33,7 @@ from tilewright.cli.options import (
 )
 from tilewright.cli.outputs import progress_console, working
 from tilewright.compiled import cache as compile_cache
+from tilewright.diffusion.canvas import CanvasDenoising
 from tilewright.kernels import native
 from tilewright.kernels.build import cache_folder
 from tilewright.kernels.select import DECODING, Selection, Weights, fallbacks, implementations
@@ -88,6 +89,8 @@ def decoding_text(models: Any, decoding: Decoding) -> str:
     """Describes how the tokens of a model are generated, such as "drafter ngram"."""
     if decoding.denoising is not None:
         return f"{decoding.denoising.mode} steps"
+    if isinstance(decoding.blocks, CanvasDenoising):
+        return f"canvases of up to {decoding.blocks.steps} passes"
     if decoding.blocks is not None:
         return f"{decoding.blocks.strategy} denoising of blocks"
     return models.drafter_text

@@ -1,7 +1,7 @@
 """Options that the commands for diffusion language models share: the model and settings of denoising."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +13,7 @@ from rich.console import Console
 from tilewright.cli.common import DeviceOptions, LoadOptions, ModelOptions, given, print_fallbacks, print_schedules
 from tilewright.cli.options import COMMON, DIFFUSION, MODEL, changed_options, option_class, settings
 from tilewright.diffusion.blocks import DEFAULT_STRATEGY, BlockDenoising, Strategy, check_read
+from tilewright.diffusion.canvas import CanvasDenoising, published_options
 from tilewright.diffusion.engine_options import DENOISING as DEFAULTS
 from tilewright.diffusion.options import Denoising, Mode, Remasking, Saliency
 from tilewright.diffusion.programs import DiffusionTable
@@ -20,7 +21,7 @@ from tilewright.kernels.select import DENOISING, implementations
 from tilewright.llm.diffusion_model import DiffusionModel, load
 from tilewright.models import diffusion
 from tilewright.models.chat import ChatTemplate
-from tilewright.models.checkpoint import decoder_config
+from tilewright.models.checkpoint import GENERATION_CONFIG, decoder_config, read_generation_config
 from tilewright.models.tokenizer import encode
 from tilewright.train.arithmetic import Problem, problems
 
@@ -28,6 +29,8 @@ DEMO = "demo-diffusion"
 """Name of the packaged diffusion model, which works out sums digit by digit."""
 FOR_BLOCKS = ("strategy", "small_block_size", "edit_threshold", "max_post_steps")
 """Settings that only models with blocks have."""
+FOR_CANVAS = tuple(field.name for field in fields(CanvasDenoising) if field.name != "steps")
+"""Settings that only models with canvases have."""
 
 
 @option_class(group=MODEL)
@@ -59,7 +62,8 @@ class DenoisingSettings:
         threshold: commit all tokens of at least this probability in each step, instead of a fixed number. For a model whose
             blocks are denoised, by default the published one of its family.
         steps: number of steps in all, a multiple of the number of blocks. By default one for each token. For a model whose
-            blocks are denoised: the most passes of a block.
+            blocks are denoised: the most passes of a block. For a model that refines canvases (DiffusionGemma): the most passes
+            of a canvas, by default as in its generation_config.json, like the next five settings.
         block_length: tokens that are denoised together, block after block. By default 32.
         strategy: for a model whose blocks are denoised: "low_confidence_dynamic" (the default), all tokens above the threshold;
             "low_confidence_static", the most probable ones; "sequential"; or "joint_threshold", with edits (LLaDA2.1). A
@@ -68,6 +72,10 @@ class DenoisingSettings:
             other. By default as published: 8 for Fast-dLLM v2, whole blocks for other models.
         edit_threshold: joint_threshold: probability above which a token is replaced by another. By default 0.
         max_post_steps: joint_threshold: the most passes over a block without masks. By default 16.
+        entropy_bound: canvases: bound of the summed entropies, in nats, of the tokens that a pass keeps.
+        t_max, t_min: canvases: temperature of the first pass, and the temperature that the passes fall to.
+        stability_threshold: canvases: number of passes with the same most likely tokens after which a canvas may be finished.
+        confidence_threshold: canvases: mean entropy, in nats, below which a canvas may be finished.
         remasking: ranking of masked positions: "low_confidence" (the default) or "random" from LLaDA; "origin", "maskgit_plus",
             "topk_margin" or "entropy" from Dream.
         suffix_window: positions after the block that a step sees. By default all.
@@ -97,6 +105,11 @@ class DenoisingSettings:
     small_block_size: int | None = None
     edit_threshold: float | None = None
     max_post_steps: int | None = None
+    entropy_bound: float | None = None
+    t_max: float | None = None
+    t_min: float | None = None
+    stability_threshold: int | None = None
+    confidence_threshold: float | None = None
     remasking: Remasking | None = None
     suffix_window: int | None = None
     first_alone: bool | None = None
@@ -125,8 +138,12 @@ class DenoisingSettings:
         if wrong := self.set_values(*FOR_BLOCKS):
             found = ", ".join(wrong)
             raise ValueError(f"--denoising: {found} is for models whose blocks are denoised; this one has remasking")
+        if wrong := self.set_values(*FOR_CANVAS):
+            raise ValueError(f"--denoising: {', '.join(wrong)} is for models that refine canvases; this one has remasking")
         sparse = vars(Saliency())
-        named = self.set_values(*(name for name in vars(DenoisingSettings()) if name not in (*sparse, *FOR_BLOCKS)))
+        named = self.set_values(
+            *(name for name in vars(DenoisingSettings()) if name not in (*sparse, *FOR_BLOCKS, *FOR_CANVAS))
+        )
         saliency = replace(defaults.saliency, **self.set_values(*sparse))
         return replace(defaults, saliency=saliency, **(named | changes))
 
@@ -143,15 +160,32 @@ class DenoisingSettings:
         check_read(given(self.strategy, DEFAULT_STRATEGY), self.set_values(*used), "--denoising: ")
         return BlockDenoising(**self.set_values(*used))
 
-    def for_decoder(self, folder: Path) -> BlockDenoising | None:
+    def for_canvas(self, defaults: CanvasDenoising) -> CanvasDenoising:
+        """Returns these settings for a model that refines canvases.
+
+        Raises:
+            ValueError: a value is out of its range, or a setting is for other models.
+        """
+        used = ("steps", *FOR_CANVAS)
+        if wrong := self.set_values(*(name for name in vars(self) if name not in used)):
+            hint = "; --block-size sets the canvas length" if "block_length" in wrong else ""
+            raise ValueError(
+                f"--denoising: expected {', '.join(used)} for a model that refines canvases, found {', '.join(wrong)}{hint}"
+            )
+        return replace(defaults, **self.set_values(*used))
+
+    def for_decoder(self, folder: Path) -> BlockDenoising | CanvasDenoising | None:
         """Returns these settings for the decoder in a folder; None for one that is to decode token by token.
 
         A model that can do both, such as Nemotron-Labs-Diffusion, denoises blocks if any setting has a value.
 
         Raises:
-            ValueError: see `for_blocks`; any setting has a value, for a model that only decodes token by token.
+            ValueError: see `for_blocks` and `for_canvas`; any setting has a value, for a model that only decodes token by
+                token.
         """
         config = decoder_config(folder)
+        if config.canvas is not None:
+            return self.for_canvas(published_options(read_generation_config(folder), str(folder / GENERATION_CONFIG)))
         if config.denoises_blocks or (config.masked_blocks is not None and self != type(self)()):
             return self.for_blocks()
         self.refuse()

@@ -14,7 +14,7 @@ Legend: B rows of a batch, T positions of a canvas, H hidden size, V vocabulary.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -290,9 +290,7 @@ def predict(
         drawn = argmax(logits + step_noise(key, logits.shape[-1]))
         rounded = logits.astype(hidden.dtype).astype(jnp.float32)
         expected = expected_embeddings(target, params, jax.nn.softmax(rounded, axis=-1))
-        return cast(
-            Predictions, with_row(cast(Any, found), row, cast(Any, Predictions(argmax(logits), drawn, entropy, expected)))
-        )
+        return with_row(found, row, Predictions(argmax(logits), drawn, entropy, expected))
 
     zeros = jnp.zeros(shape, jnp.int32)
     found = Predictions(zeros, zeros, jnp.zeros(shape, jnp.float32), jnp.zeros_like(hidden))
@@ -304,7 +302,7 @@ def predict(
 
 
 def kept_draws(entropy: Float32[Array, "B T"], bound: Float32[Array, " B"]) -> Bool[Array, "B T"]:
-    """Returns the positions whose draws are kept: those of lowest entropy, whose sum without their largest is within a bound."""
+    """Returns the positions whose draws are kept: those of lowest entropy, whose sum without its largest is within a bound."""
     order = jnp.argsort(entropy, axis=1, stable=True)
     ascending = jnp.take_along_axis(entropy, order, axis=1)
     within = jnp.cumsum(ascending, axis=1) - ascending <= bound[:, None]

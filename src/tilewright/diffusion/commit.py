@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Float32, Int, Int32
 from tilewright.diffusion.options import ALWAYS, LLADA_RULES, REMASKING, RowOptions
 from tilewright.kernels.select import argmax
 from tilewright.runtime.noise import noise
-from tilewright.runtime.per_row import filters, for_each, run_if, slice_row
+from tilewright.runtime.per_row import Tree, filters, for_each, run_if, slice_row
 from tilewright.runtime.sampling import RowSampling, temper, warp_logits
 
 ENTROPY_EPSILON = 1e-10
@@ -120,8 +120,8 @@ def choose(
     return for_each(draws, drawn, for_each(~by_likelihood & ~draws, ranked, found))
 
 
-def with_row(found: Choices, row: Array, one: Choices) -> Choices:
-    """Replaces the choices of one row."""
+def with_row(found: Tree, row: Array, one: Tree) -> Tree:
+    """Replaces one row of arrays with an entry for each row."""
     return jax.tree.map(lambda whole, new: jax.lax.dynamic_update_slice_in_dim(whole, new, row, 0), found, one)
 
 

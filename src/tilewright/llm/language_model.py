@@ -657,7 +657,7 @@ def check_decoding(decoding: str | None, config: DecoderConfig) -> None:
     """Raises a `ValueError` for an unknown way of decoding, or one that the model was not trained for."""
     if decoding not in (None, *get_args(Way)):
         raise ValueError(f"expected decoding among {', '.join(get_args(Way))}, found {decoding!r}")
-    if decoding == "blocks" and config.masked_blocks is None:
+    if decoding == "blocks" and config.masked_blocks is None and config.canvas is None:
         raise ValueError(f"expected a model that was trained to denoise blocks, found one of the family {config.family}")
     if decoding == "tokens" and config.denoises_blocks:
         raise ValueError(f"expected a model that decodes token by token, found one of the family {config.family}")

@@ -16,13 +16,21 @@ from fastapi import Request
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
+from tilewright.diffusion.canvas import CanvasDenoising
 from tilewright.grammar.grammar import Grammar
 from tilewright.models.chat import ChatTemplate
 from tilewright.runtime.engine import RETRY_AFTER_S, Engine
 from tilewright.runtime.pooling import Pooling
 from tilewright.runtime.request import Overloaded
 from tilewright.server.defaults import SamplingDefaults
-from tilewright.server.denoising import BlockChatBody, BlockCompletionBody, DenoisingChatBody, DenoisingCompletionBody
+from tilewright.server.denoising import (
+    BlockChatBody,
+    BlockCompletionBody,
+    CanvasChatBody,
+    CanvasCompletionBody,
+    DenoisingChatBody,
+    DenoisingCompletionBody,
+)
 from tilewright.server.embeddings import ParsedInputs, PooledBody, parse_inputs
 from tilewright.server.embeddings import rough_size as rough_inputs
 from tilewright.server.errors import ApiError, invalid_body, overloaded
@@ -222,17 +230,22 @@ class Api:
             self.grammars_thread.submit(compile_json_object, constrain)
 
     @property
+    def refines_canvases(self) -> bool:
+        """True if the served model refines canvases, and has no sampling temperature."""
+        return isinstance(self.engine.decoding.blocks, CanvasDenoising)
+
+    @property
     def completion_body(self) -> type[CompletionBody]:
         """Body class of `/v1/completions` for the served model."""
         if self.engine.decoding.blocks is not None:
-            return BlockCompletionBody
+            return CanvasCompletionBody if self.refines_canvases else BlockCompletionBody
         return CompletionBody if self.engine.decoding.denoising is None else DenoisingCompletionBody
 
     @property
     def chat_body(self) -> type[ChatBody]:
         """Body class of `/v1/chat/completions` for the served model."""
         if self.engine.decoding.blocks is not None:
-            return BlockChatBody
+            return CanvasChatBody if self.refines_canvases else BlockChatBody
         return ChatBody if self.engine.decoding.denoising is None else DenoisingChatBody
 
     async def body(self, request: Request, kind: type[Body]) -> Body:

@@ -5,12 +5,13 @@ committed the token, in which the model sees masks and tokens on both sides; it 
 Prompts have no log-probabilities.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from tilewright.diffusion.blocks import MOST_POST_STEPS, BlockDenoising, Strategy, check_read
+from tilewright.diffusion.canvas import MOST_STEPS, CanvasDenoising
 from tilewright.diffusion.options import ALWAYS, Denoising, Mode, Remasking
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.runtime.constraints import Constraint
@@ -19,6 +20,9 @@ from tilewright.server.fields import WHOLE, unsupported
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, Length
 
 COMMITS_MANY = "is not supported for a diffusion model, which commits several tokens at once"
+NO_CANVAS = "is not supported for a model that refines canvases, whose temperatures are t_max and t_min"
+NotForCanvas = Annotated[None, unsupported(reason=NO_CANVAS)]
+"""Field that a canvas has no meaning for."""
 OPTIONS = (
     "block_length",
     "suffix_window",
@@ -123,6 +127,60 @@ class BlockCompletionBody(BlockBody, CompletionBody):  # type: ignore[misc]
 
 class BlockChatBody(BlockBody, ChatBody):  # type: ignore[misc]
     """Body of `POST /v1/chat/completions` for a model whose blocks are denoised."""
+
+
+class CanvasBody(GenerationBody):
+    """Fields of completions and chats of a model that refines canvases. Missing fields take the server's defaults.
+
+    Attributes:
+        steps: maximum number of passes of a canvas.
+        entropy_bound: bound of the summed entropies of the tokens that a pass keeps.
+        t_max: temperature of the first pass.
+        t_min: temperature that the passes fall to.
+        stability_threshold: number of passes with the same most likely tokens after which a canvas may be finished.
+        confidence_threshold: mean entropy below which a canvas may be finished.
+        temperature: not supported for a model that refines canvases; use `t_max` and `t_min`.
+        top_p: not supported for a model that refines canvases.
+        top_k: not supported for a model that refines canvases.
+        min_p: not supported for a model that refines canvases.
+        repetition_penalty: not supported for a model that refines canvases.
+        presence_penalty: not supported for a model that refines canvases.
+        frequency_penalty: not supported for a model that refines canvases.
+        logit_bias: not supported for a model that refines canvases.
+        min_tokens: not supported for a model that refines canvases.
+        prompt_logprobs: not supported for a model that refines canvases.
+    """
+
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS), WHOLE] | None = None
+    entropy_bound: Annotated[float, Field(gt=0)] | None = None
+    t_max: Annotated[float, Field(gt=0)] | None = None
+    t_min: Annotated[float, Field(ge=0)] | None = None
+    stability_threshold: Annotated[int, Field(ge=0, le=MOST_STEPS), WHOLE] | None = None
+    confidence_threshold: Annotated[float, Field(gt=0)] | None = None
+
+    temperature: NotForCanvas = None  # type: ignore[assignment]
+    top_p: NotForCanvas = None  # type: ignore[assignment]
+    top_k: NotForCanvas = None  # type: ignore[assignment]
+    min_p: NotForCanvas = None  # type: ignore[assignment]
+    repetition_penalty: NotForCanvas = None  # type: ignore[assignment]
+    presence_penalty: NotForCanvas = None  # type: ignore[assignment]
+    frequency_penalty: NotForCanvas = None  # type: ignore[assignment]
+    logit_bias: NotForCanvas = None  # type: ignore[assignment]
+    min_tokens: NotForCanvas = None  # type: ignore[assignment]
+    prompt_logprobs: NotForCanvas = None  # type: ignore[assignment]
+
+    def options(self, defaults: CanvasDenoising) -> CanvasDenoising:
+        """Returns the denoising options of a request. Raises a `ValueError` for options out of their range."""
+        names = (field.name for field in fields(CanvasDenoising))
+        return replace(defaults, **{name: value for name in names if (value := getattr(self, name)) is not None})
+
+
+class CanvasCompletionBody(CanvasBody, CompletionBody):  # type: ignore[misc]
+    """Body of `POST /v1/completions` for a model that refines canvases."""
+
+
+class CanvasChatBody(CanvasBody, ChatBody):  # type: ignore[misc]
+    """Body of `POST /v1/chat/completions` for a model that refines canvases."""
 
 
 def parse_denoising(body: DenoisingBody, defaults: Denoising, new_tokens: int) -> Denoising:

@@ -18,7 +18,7 @@ from tilewright.runtime.engine import Engine
 from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling, later_seed
 from tilewright.server.defaults import SamplingDefaults
-from tilewright.server.denoising import BlockBody, DenoisingBody, make_requests
+from tilewright.server.denoising import BlockBody, CanvasBody, DenoisingBody, make_requests
 from tilewright.server.errors import ApiError
 from tilewright.server.fields import UNSUPPORTED
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, Message, Templated
@@ -253,6 +253,8 @@ def parse_request(
     scores_prompt = body.prompt_logprobs is not None or (echo and logprobs is not None)
     alternatives = max((each for each in (logprobs, body.prompt_logprobs) if each is not None), default=None)
     rest = (alternatives, scores_prompt, deadline_s)
+    if isinstance(body, CanvasBody):  # its temperatures are options of their own
+        sampling = replace(sampling, temperature=0.0)
     try:
         for prompt in prompts:
             if isinstance(body, DenoisingBody):
@@ -275,7 +277,8 @@ def parse_request(
                     rest = (alternatives if scores_prompt else None, scores_prompt, deadline_s)
                     requests += [GenerateRequest(prompt.tokens, one, *rest, lora=lora, pooling="last") for one in each]
                     continue
-                blocks = body.options(engine.decoding.blocks) if isinstance(body, BlockBody) else None
+                denoises = isinstance(body, BlockBody | CanvasBody)
+                blocks = body.options(engine.decoding.blocks) if denoises else None
                 more = {"constraint": answer, "lora": lora, "denoising": blocks}
                 requests += [GenerateRequest(prompt.tokens, one, *rest, **more) for one in each]
         for request in requests[::choices]:

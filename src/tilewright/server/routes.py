@@ -352,7 +352,7 @@ def model_routes(api: Api) -> APIRouter:
 
     def model(name: str) -> ModelCard:
         fields: dict[str, Any] = {"created": api.served.created, "owned_by": "tilewright", "max_model_len": api.engine.context}
-        if api.engine.decoding.denoising is None:
+        if api.engine.decoding.denoising is None and not api.refines_canvases:
             fields["sampling_defaults"] = DefaultSamplingParams.model_validate(asdict(api.options.sampling))
         if name != api.options.name:
             fields["parent"] = api.options.name
