@@ -102,7 +102,8 @@ def temporary_bytes(target: Target, table: ShapeTable, widest: int) -> int:
     config = target.config
     devices = 1 if target.mesh is None else target.mesh.size
     tokens = max(table.chunks[-1], table.batches[-1] * widest)
-    logits = LOGITS * tokens * config.vocab_size * 4
+    # Passes over canvases compute the logits of one row at a time, and prefills compute none.
+    logits = LOGITS * (tokens if config.canvas is None else config.canvas.length) * config.vocab_size * 4
     layer = tokens * (4 * config.hidden_size + 3 * config.mlp_columns) * 4
     return (logits + layer) // devices
 
