@@ -63,7 +63,7 @@ class DenoisingSettings:
             blocks are denoised, by default the published one of its family.
         steps: number of steps in all, a multiple of the number of blocks. By default one for each token. For a model whose
             blocks are denoised: the most passes of a block. For a model that refines canvases (DiffusionGemma): the most passes
-            of a canvas, by default as in its generation_config.json, like the next five settings.
+            of a canvas. Settings of canvases are by default those of its generation_config.json.
         block_length: tokens that are denoised together, block after block. By default 32.
         strategy: for a model whose blocks are denoised: "low_confidence_dynamic" (the default), all tokens above the threshold;
             "low_confidence_static", the most probable ones; "sequential"; or "joint_threshold", with edits (LLaDA2.1). A
@@ -73,7 +73,8 @@ class DenoisingSettings:
         edit_threshold: joint_threshold: probability above which a token is replaced by another. By default 0.
         max_post_steps: joint_threshold: the most passes over a block without masks. By default 16.
         entropy_bound: canvases: bound of the summed entropies, in nats, of the tokens that a pass keeps.
-        t_max, t_min: canvases: temperature of the first pass, and the temperature that the passes fall to.
+        t_max: canvases: temperature of the first pass.
+        t_min: canvases: temperature that the passes fall to.
         stability_threshold: canvases: number of passes with the same most likely tokens after which a canvas may be finished.
         confidence_threshold: canvases: mean entropy, in nats, below which a canvas may be finished.
         remasking: ranking of masked positions: "low_confidence" (the default) or "random" from LLaDA; "origin", "maskgit_plus",
