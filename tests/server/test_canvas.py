@@ -8,49 +8,40 @@ from typing import Any
 import httpx2
 import pytest
 
-from reference.canvas_numpy import random_model
+from reference.canvas_numpy import Options, generate, random_model
 from reference.self_speculation_numpy import as_folder
-from server.conftest import Real, on_a_port
-from tilewright.diffusion.canvas import CanvasDenoising
-from tilewright.llm.language_model import LanguageModel, load
+from server.conftest import on_a_port
+from tilewright.llm.language_model import load
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.server.answers import Completion
 
 TABLE = ShapeTable(batches=(4,), capacities=(96,), chunks=(16,))
 PROMPT = [3, 17, 8, 25, 11, 2, 9]
-DEFAULTS = CanvasDenoising(6)
-REQUESTS: list[tuple[dict[str, Any], Sampling, CanvasDenoising]] = [
-    ({}, Sampling(18, seed=3), DEFAULTS),
+REQUESTS: list[tuple[dict[str, Any], Options]] = [
+    ({}, Options(6)),
     (
         {"steps": 9, "entropy_bound": 1, "t_max": 0.3, "t_min": 0.1, "stability_threshold": 0, "confidence_threshold": 0.3},
-        Sampling(18, seed=3),
-        CanvasDenoising(9, 1.0, 0.3, 0.1, 0, 0.3),
+        Options(9, 1.0, 0.3, 0.1, 0, 0.3),
     ),
-    ({"stop": "t8"}, Sampling(18, seed=3, stop=("t8",)), DEFAULTS),
 ]
 
 
 @pytest.fixture(scope="module")
-def lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    """Reference of the server, warmed up because nothing compiles beside a server."""
-    folder = as_folder(tmp_path_factory.mktemp("canvas"), random_model(1))  # type: ignore[arg-type]
-    (folder / "generation_config.json").write_text(json.dumps({"max_denoising_steps": 6}))
-    made = load(folder, table=TABLE)
-    made.warm()
-    return made
+def wanted() -> list[tuple[list[int], list[int]]]:
+    """Tokens and passes of the published loop for `REQUESTS`, made before the server runs, since it compiles."""
+    return [generate(random_model(1), PROMPT, 18, options, 3) for _, options in REQUESTS]
 
 
 @pytest.fixture(scope="module")
-def http(lm: LanguageModel) -> Iterator[httpx2.Client]:
-    engine = lm.engine(EngineOptions(TABLE, page_size=16, dispatch_s=0.002))
+def http(wanted: list[tuple[list[int], list[int]]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+    folder = as_folder(tmp_path_factory.mktemp("canvas"), random_model(1))  # type: ignore[arg-type]
+    (folder / "generation_config.json").write_text(json.dumps({"max_denoising_steps": 6}))
+    engine = load(folder, table=TABLE).engine(EngineOptions(TABLE, page_size=16, dispatch_s=0.002))
     engine.warm()
     engine.start()
-    with on_a_port(engine) as server:
-        real: Real = server
-        with httpx2.Client(base_url=real.url, timeout=60) as made:
-            yield made
+    with on_a_port(engine) as server, httpx2.Client(base_url=server.url, timeout=60) as made:
+        yield made
     assert engine.stop(20.0)
     assert engine.stats().compilations == 0
 
@@ -62,23 +53,22 @@ def completed(http: httpx2.Client, **body: Any) -> dict[str, Any]:
     return answer.json()
 
 
-@pytest.mark.parametrize(("fields", "sampling", "options"), REQUESTS, ids=["nothing", "all", "stop"])
-def test_answers_are_those_of_the_model(
-    http: httpx2.Client, lm: LanguageModel, fields: dict[str, Any], sampling: Sampling, options: CanvasDenoising
-):
+@pytest.mark.parametrize("number", range(len(REQUESTS)), ids=["defaults", "all"])
+def test_answers_are_those_of_the_published_loop(http: httpx2.Client, wanted: list[tuple[list[int], list[int]]], number: int):
     """Whole and streamed, with the number of passes and of tokens per pass."""
-    want = lm.generate([PROMPT], sampling, denoising=options)[0]
+    fields, _ = REQUESTS[number]
+    tokens, passes = wanted[number]
+    text = "".join(f" t{token}" for token in tokens)
     answer = completed(http, **fields)
-    assert answer["choices"][0]["text"] == want.text
+    assert answer["choices"][0]["text"] == text
     usage = answer["usage"]
-    assert usage["tokens_per_pass"] == pytest.approx(usage["completion_tokens"] / usage["denoising_passes"])
-    if "stop" not in fields:
-        assert (usage["completion_tokens"], usage["denoising_passes"]) == (18, want.passes)
+    assert (usage["completion_tokens"], usage["denoising_passes"]) == (18, sum(passes))
+    assert usage["tokens_per_pass"] == pytest.approx(18 / sum(passes))
     events = http.post(
         "/v1/completions", json={"prompt": PROMPT, "max_tokens": 18, "seed": 3, "stream": True, **fields}
     ).text.split("\n\n")
     parts = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
-    assert "".join(part["choices"][0]["text"] for part in parts if part["choices"]) == want.text
+    assert "".join(part["choices"][0]["text"] for part in parts if part["choices"]) == text
 
 
 def test_a_request_gets_the_same_bytes_alone_and_among_others(http: httpx2.Client):
