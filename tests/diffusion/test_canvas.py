@@ -15,6 +15,8 @@ from reference.self_speculation_numpy import as_folder
 from tilewright.diffusion.blocks import BlockDenoising
 from tilewright.diffusion.canvas import CanvasDenoising, kept_draws, random_tokens
 from tilewright.llm.language_model import LanguageModel, load
+from tilewright.models.config import Canvas, HeadSizes
+from tilewright.models.decoder import config_from_hf, config_to_hf
 from tilewright.parallel.mesh import make_mesh
 from tilewright.runtime.constraints import Constraint
 from tilewright.runtime.options import EngineOptions
@@ -129,6 +131,17 @@ def test_a_model_file_names_the_defaults(model: Model, tmp_path: Path):
     }
     (folder / "generation_config.json").write_text(json.dumps(published))
     assert load(folder, table=TABLE).denoising == CanvasDenoising(7, 0.3, 0.9)
+
+
+def test_the_text_model_of_a_multimodal_configuration_is_read():
+    text = {"model_type": "diffusion_gemma_text", "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    fields = {"model_type": "diffusion_gemma", "canvas_length": 128, "text_config": text, "vision_config": {}}
+    config = config_from_hf(fields)
+    assert (config.canvas, config.logit_softcap, config.num_layers) == (Canvas(128), 30.0, 30)
+    assert config.global_heads == HeadSizes(4, 512, keys_are_values=True)
+    assert config_from_hf(config_to_hf(config)) == config
+    with pytest.raises(ValueError, match="tie_word_embeddings=False is not supported"):
+        config_from_hf({**fields, "tie_word_embeddings": False})
 
 
 def test_draws_are_kept_up_to_the_bound():
