@@ -95,7 +95,7 @@ def metadata(config: DFlash2Config, context: int) -> dict[str, tuple[Any, gguf.G
         "attention.value_length": (config.head_dim, integer),
         "attention.layer_norm_rms_epsilon": (config.rms_norm_eps, number),
         "attention.causal": (False, flag),
-        "rope.dimension_count": (config.head_dim, integer),
+        "rope.dimension_count": (int(config.head_dim * config.partial_rotary_factor), integer),
         "rope.freq_base": (config.rope_theta, number),
         "block_size": (config.block_size, integer),
         "conv_kernel_size": (config.conv_kernel_size, integer),

@@ -10,9 +10,9 @@ prompt with llama.cpp's first token, so that both sides draft their first block 
 drafts are compared round by round.
 
 Otherwise both sides decode in turns: Tilewright in the file's bits, plainly, in whole blocks of `--block-size`, and in rounds
-that its policy chooses; llama.cpp plainly, in the same whole blocks, and in its fastest setting. Trials on the first prompts
-choose llama.cpp's formats of target and drafter, flash attention, and the number and least probability of drafts. Seconds
-exclude the prompt. llama.cpp rounds differently, so its texts differ sooner or later. Run on an idle machine.
+that its policy chooses; llama.cpp plainly, with the same files in the same whole blocks, and in its fastest setting. Trials on
+the first prompts choose llama.cpp's formats of target and drafter, flash attention, and the number and least probability of
+drafts. Seconds exclude the prompt. llama.cpp rounds differently, so its texts differ sooner or later. Run on an idle machine.
 """
 
 import os
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from types import TracebackType
@@ -54,11 +54,13 @@ POSITIONS = 2048
 TARGET_KINDS = ("Q4_0", "Q8_0")
 """Formats, beside the file's own, that llama.cpp's trials run the target in."""
 DRAFTER_KINDS = ("BF16", "Q8_0", "Q4_0")
+"""Formats of the drafter; the first is that of its checkpoint."""
 DRAFTS = (2, 3, 5, 7)
 LEAST_PROBABILITIES = (0.0, 0.3, 0.6)
 """Numbers of drafts, and least probabilities of a draft, that the trials run."""
 TRIED = 2
-"""Prompts of a trial, each the first of a file."""
+TRIED_TOKENS = 48
+"""Prompts of a trial, each the first of a file, and tokens of their responses."""
 START_S = 120
 ACCEPTED = re.compile(r"accepted +(\d+)/ *(\d+) draft tokens")
 """Line that llama.cpp's server writes for each round with `LLAMA_TRACE`."""
@@ -191,14 +193,14 @@ def ours(lm: LanguageModel, ends: Sequence[int], new: int, prompt: Sequence[int]
     return Response(without_end(result.tokens, ends), len(result.tokens), list(result.accepted), made.decode_seconds)
 
 
-def whole_rounds(response: Response, first: int = 0) -> Response:
-    """Leaves out the last round, in which llama.cpp drafts no more than the response has room for, and the first tokens."""
-    return response._replace(tokens=response.tokens[first:], accepted=response.accepted[:-1])
+def whole_rounds(response: Response) -> list[int]:
+    """Returns accepted drafts without the last round's, in which llama.cpp drafts no more than the response has room for."""
+    return response.accepted[:-1]
 
 
 def tokens_per_round(responses: Iterable[Response]) -> float:
-    """Returns accepted drafts + 1, the mean over all rounds. Drafts behind an end count."""
-    rounds = [accepted + 1 for each in responses for accepted in each.accepted]
+    """Returns accepted drafts + 1, the mean over all whole rounds. Drafts behind an end count."""
+    rounds = [accepted + 1 for each in responses for accepted in whole_rounds(each)]
     return sum(rounds) / len(rounds)
 
 
@@ -222,12 +224,12 @@ def compare_exactly(
             peer = server.generate(prompt, new, ends)
             first = peer.tokens[:1]
             # Tilewright computes the token after the prompt in its first round.
-            pairs.append((whole_rounds(ours(lm, ends, new - 1, [*prompt, *first])), whole_rounds(peer, 1)))
+            pairs.append((ours(lm, ends, new - 1, [*prompt, *first]), peer._replace(tokens=peer.tokens[1:])))
         same = [(mine, peer) for mine, peer in pairs if mine.tokens == peer.tokens]
         record: dict[str, Any] = {"dataset": dataset.name, "responses": len(pairs), "equal_responses": len(same)}
-        record["equal_rounds"] = sum(mine.accepted == peer.accepted for mine, peer in same)
+        record["equal_rounds"] = sum(whole_rounds(mine) == whole_rounds(peer) for mine, peer in same)
         for name, side in zip(("", "llama_cpp_"), zip(*pairs, strict=True), strict=True):
-            record[f"{name}rounds"] = sum(len(each.accepted) for each in side)
+            record[f"{name}rounds"] = sum(len(whole_rounds(each)) for each in side)
             record[f"{name}tokens_per_round"] = tokens_per_round(side)
         records.append(record)
     return records
@@ -248,7 +250,7 @@ class Trials:
 
     def rate(self, setting: Setting) -> float:
         with Server(self.folder, setting) as server:
-            server.generate(self.prompts[0][:8], 8, self.ends)
+            server.generate(self.prompts[0][:8], 8, self.ends)  # warms up
             made = [server.generate(prompt, self.new, self.ends) for prompt in self.prompts]
         return sum(each.made for each in made) / sum(each.seconds for each in made)
 
@@ -369,7 +371,7 @@ def main(
         if exact:
             target, converted = folder / "F32.gguf", folder / "drafter-F32.gguf"
             quantise(llama, file, target, "F32")
-            convert(drafter, file, converted, kind="F32")
+            convert(drafter, target, converted, kind="F32")  # the head is the target's, in its format
             settings["blocks"] = Setting(target, False, converted, block_size - 1)
             server = stack.enter_context(Server(llama, settings["blocks"], traced=True, exact=True))
             about = server.about()
@@ -377,7 +379,7 @@ def main(
             print_table(console, exact_table(records))
         else:
             tried = [each.prompts[0] for each in datasets[:TRIED]]
-            settings = choose(Trials(llama, tried, ends, max_new_tokens), file, drafter, folder, block_size)
+            settings = choose(Trials(llama, tried, ends, min(TRIED_TOKENS, max_new_tokens)), file, drafter, folder, block_size)
             for side, setting in settings.items():
                 console.print(f"{side}: {setting}", markup=False)
             chosen = plain.with_drafter(*plain.load_drafter(drafter, DrafterOptions("auto")))
@@ -402,10 +404,12 @@ def choose(trials: Trials, file: Path, drafter: str, folder: Path, block_size: i
         convert(drafter, file, converted, kind=kind)
     plain = trials.fastest(Setting(target, True) for target in targets)
     plain = trials.fastest(plain._replace(flash=flash) for flash in (True, False))
-    whole = trials.fastest(plain._replace(drafter=each, drafts=block_size - 1) for each in drafters)
-    fastest = trials.fastest(whole._replace(drafts=drafts) for drafts in DRAFTS)
+    # A target in fewer bits is faster, and drafts made for the file's bits fit it less.
+    pairs = product(dict.fromkeys((plain.target, file)), drafters)
+    fastest = trials.fastest(Setting(target, plain.flash, each, block_size - 1) for target, each in pairs)
+    fastest = trials.fastest(fastest._replace(drafts=drafts) for drafts in DRAFTS)
     fastest = trials.fastest(fastest._replace(least=least) for least in LEAST_PROBABILITIES)
-    return {"plain": plain, "blocks": whole, "fastest": fastest}
+    return {"plain": plain, "blocks": Setting(file, plain.flash, drafters[0], block_size - 1), "fastest": fastest}
 
 
 def in_turns(
@@ -432,6 +436,8 @@ def in_turns(
     records = []
     with ExitStack() as stack:
         servers = {side: stack.enter_context(Server(llama, setting)) for side, setting in settings.items()}
+        for server in servers.values():
+            server.generate(datasets[0].prompts[0], 8, ends)  # warms up
         about = next(iter(servers.values())).about()
         for dataset in datasets:
             runs: dict[str, Run] = {}
@@ -439,7 +445,9 @@ def in_turns(
                 runs[side] = partial(respond, partial(ours, lm, ends, new, speculative=speculative), dataset.prompts)
             for side, server in servers.items():
                 runs[f"llama.cpp, {side}"] = partial(respond, partial(server.generate, new=new, ends=ends), dataset.prompts)
-            results = alternate(runs, repetitions, warm=True)
+            for side in mine:
+                runs[side]()  # compiles
+            results = alternate(runs, repetitions)
             rounds = {side: tokens_per_round(results[side][0]) for side, (_, speculative) in mine.items() if speculative}
             rounds |= {side: counted[name, side] for name, side in counted if name == dataset.name}
             records += figures(dataset.name, results, rounds)
