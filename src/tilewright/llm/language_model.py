@@ -65,6 +65,7 @@ from tilewright.runtime.state import KvDtype, Models, Target
 from tilewright.speculation.costs import CostFiles
 from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.load import AUTO, SELF, DrafterOptions, check_sources, load_drafter
+from tilewright.speculation.drafters.mtp import MTP
 from tilewright.speculation.drafters.ngrams_first import NGramsFirst, ngrams_first
 from tilewright.speculation.drafters.self_diffusion import SelfDiffusion
 from tilewright.speculation.pacer import CallPacer, EnginePacer
@@ -307,9 +308,9 @@ class LanguageModel:
             return replace(drafter, adapter=1 + self.adapters.index(DRAFT_ADAPTER)), params
         if drafter is None or drafter.dtype is None:
             return drafter, params
-        if isinstance(drafter, DFlash):
-            if self.placement is None:
-                drafter, params = drafter.without_copies(params, self.model.models.target.embed, self.head_columns)
+        if isinstance(drafter, DFlash) and self.placement is None:
+            drafter, params = drafter.without_copies(params, self.model.models.target.embed, self.head_columns)
+        if isinstance(drafter, DFlash | MTP):
             params = drafter.with_head(params, self.head_columns)
         in_blocks = self.weights == "auto" and self.quantised and self.ops.packs
         prepared = (operations(weights="int4") if in_blocks else self.ops).prepare(drafter.declared, params, threads=cores())
@@ -340,7 +341,7 @@ class LanguageModel:
 
     def load_one_drafter(self, source: str | None, options: DrafterOptions, console: Console | None) -> tuple[Any, Any]:
         """Reads one drafter, and its corpus if it has one."""
-        drafter, params = load_drafter(source, self.target, self.dtype, options, console)
+        drafter, params = load_drafter(source, self.target, self.dtype, options, console, self.folder)
         corpus = options.suffix_corpus
         return drafter, params if corpus is None else read_corpus(corpus, self.tokenizer)
 

@@ -517,13 +517,18 @@ def native_formats(folder: Path) -> dict[str, str]:
     return {rename(each.name): each.native_format for each in stored_tensors(folder, layout) if each.native_format}
 
 
-def stored_family(folder: Path, config: DecoderConfig) -> Family:
-    """Returns the family of a model, with the names of its experts' tensors in this folder."""
+def stored_family(folder: Path, config: DecoderConfig, prefix: str = "") -> Family:
+    """Returns the family of a model, with the names of its experts' tensors in this folder.
+
+    Args:
+        prefix: beginning of the names of the tensors that count.
+    """
     family = FAMILIES[config.family]
     if config.mixture is None or family.experts_in_one is None:
         return family
     whole = family.experts_in_one.gate_up[0]
-    in_one = any(tensor.name.endswith(whole) for tensor in read_headers(weight_files(folder)))
+    names = [tensor.name for tensor in read_headers(weight_files(folder))]
+    in_one = any(name.startswith(prefix) and name.endswith(whole) for name in names)
     return replace(family, experts=family.experts_in_one) if in_one else family
 
 
