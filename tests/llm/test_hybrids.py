@@ -16,15 +16,16 @@ from jax import Array
 from llm.test_families import copied, golden_tokens, random_drafter, tokenizer  # noqa: F401 (a fixture)
 from models.test_decoder import GOLDENS
 from products import cases
+from reference.mtp_numpy import add_head
 from runtime.support import check_empty, drive, expected
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import Kernels
 from tilewright.llm.language_model import LanguageModel, load
-from tilewright.models import decoder, eagle3
+from tilewright.models import decoder, eagle3, mtp
 from tilewright.models.checkpoint import decoder_config, save_params
 from tilewright.models.delta import DeltaSizes, DeltaState
 from tilewright.models.experts import Mixture
-from tilewright.models.params import initialise
+from tilewright.models.params import initialise, to_tensors
 from tilewright.parallel.mesh import make_mesh
 from tilewright.runtime import programs as programs_module
 from tilewright.runtime.engine import Engine
@@ -144,10 +145,20 @@ def random_eagle3(folder: Path, target: decoder.DecoderConfig) -> Path:
     return folder
 
 
+def stored_head(folder: Path, target: decoder.DecoderConfig) -> str:
+    """Adds a random MTP head, with experts where the target has them, to the file of the target beside `folder`."""
+    config = mtp.MtpConfig(layer=mtp.layer_config(target), num_target_layers=target.num_layers)
+    specs = mtp.declare(config)
+    tensors = dict(to_tensors(specs, initialise(specs, jax.random.key(2)), jnp.float32))
+    add_head(folder.parent / "target", {name: np.asarray(tensor) for name, tensor in tensors.items()})
+    return "mtp"
+
+
 DRAFTERS: dict[str, Callable[[Path, decoder.DecoderConfig], Any]] = {
     "ngram": lambda folder, config: "ngram",
     "dflash": random_drafter,
     "eagle3": random_eagle3,
+    "mtp": stored_head,
     "team": lambda folder, config: ["ngram", random_drafter(folder, config)],
 }
 PAGES = {1: 16, 8: 40}
