@@ -16,16 +16,16 @@ from jax import Array
 from llm.test_families import copied, golden_tokens, random_drafter, tokenizer  # noqa: F401 (a fixture)
 from models.test_decoder import GOLDENS
 from products import cases
-from reference.mtp_numpy import add_head
+from reference.mtp_numpy import add_random_head
 from runtime.support import check_empty, drive, expected
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import Kernels
 from tilewright.llm.language_model import LanguageModel, load
-from tilewright.models import decoder, eagle3, mtp
+from tilewright.models import decoder, eagle3
 from tilewright.models.checkpoint import decoder_config, save_params
 from tilewright.models.delta import DeltaSizes, DeltaState
 from tilewright.models.experts import Mixture
-from tilewright.models.params import initialise, to_tensors
+from tilewright.models.params import initialise
 from tilewright.parallel.mesh import make_mesh
 from tilewright.runtime import programs as programs_module
 from tilewright.runtime.engine import Engine
@@ -146,11 +146,7 @@ def random_eagle3(folder: Path, target: decoder.DecoderConfig) -> Path:
 
 
 def stored_head(folder: Path, target: decoder.DecoderConfig) -> str:
-    """Adds a random MTP head, with experts where the target has them, to the file of the target beside `folder`."""
-    config = mtp.MtpConfig(layer=mtp.layer_config(target), num_target_layers=target.num_layers)
-    specs = mtp.declare(config)
-    tensors = dict(to_tensors(specs, initialise(specs, jax.random.key(2)), jnp.float32))
-    add_head(folder.parent / "target", {name: np.asarray(tensor) for name, tensor in tensors.items()})
+    add_random_head(folder.parent / "target")
     return "mtp"
 
 

@@ -178,7 +178,7 @@ def test_a_targets_folder_with_and_without_a_head(tmp_path: Path):
     tensors = load_file(target / "model.safetensors")
     del tensors["mtp.fc.weight"]
     save_file({**tensors, "mtp.lm_head.weight": np.zeros((40, 32), np.float32)}, target / "model.safetensors")
-    with pytest.raises(ValueError, match="1 missing: mtp.fc.weight; 1 unknown: mtp.lm_head.weight"):
+    with pytest.raises(ValueError, match=r"1 missing: mtp\.fc\.weight; 1 unknown: mtp\.lm_head\.weight"):
         mtp.load_stored_head(target, TARGET, jnp.float32)
     with pytest.raises(ValueError, match="found a GGUF file"):
         (tmp_path / "model.gguf").write_bytes(b"GGUF")

@@ -14,12 +14,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from reference.dflash_numpy import Array, Target, Tensors, attention, random_matrix, random_norm, rms_norm, rotate
 from reference.eagle3_numpy import Draft
+from tilewright.models import mtp
+from tilewright.models.checkpoint import decoder_config
+from tilewright.models.params import initialise, to_tensors
 
 Stored = dict[str, NDArray[Any]]
 
@@ -149,6 +154,14 @@ def as_folder(folder: Path, target: Mapping[str, Any], tensors: Stored, ids: Seq
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def add_random_head(target: Path, seed: int = 2) -> Path:
+    """Adds a head of random weights, with experts if the target has them, to a target's file. Returns the target's folder."""
+    config = decoder_config(target)
+    specs = mtp.declare(mtp.MtpConfig(layer=mtp.layer_config(config), num_target_layers=config.num_layers))
+    tensors = to_tensors(specs, initialise(specs, jax.random.key(seed)), jnp.float32)
+    return add_head(target, {name: np.asarray(tensor) for name, tensor in tensors})
 
 
 def add_head(target: Path, tensors: Stored) -> Path:
