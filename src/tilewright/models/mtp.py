@@ -26,6 +26,7 @@ from tilewright.kernels.operations import Heads, Norm, Operations, Projection
 from tilewright.models import decoder, gguf
 from tilewright.models.checkpoint import (
     CONFIG,
+    MTP,
     load_params,
     load_stored,
     read_config,
@@ -45,8 +46,6 @@ from tilewright.models.stored import read_headers
 
 BLOCK_SIZE = 4
 """Default block size: the last token and three drafts."""
-PREFIX = "mtp."
-"""Beginning of the names of a head's tensors."""
 ARCHITECTURE = "MTPDraftModel"
 """Architecture of a head in a folder of its own, which `tilewright train drafter` writes."""
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
@@ -198,13 +197,13 @@ def declare(config: MtpConfig, family: Family | None = None) -> MtpParams:
     family = family or FAMILIES[config.layer.family]
 
     def norm(name: str) -> Any:
-        return norm_weight(f"{PREFIX}{name}.weight", h, offset=family.norm_offset)
+        return norm_weight(f"{MTP}{name}.weight", h, offset=family.norm_offset)
 
     return MtpParams(
         embedding_norm=norm("pre_fc_norm_embedding"),
         hidden_norm=norm("pre_fc_norm_hidden"),
-        fc=matrix(f"{PREFIX}fc.weight", 2 * h, h, ("taps", "hidden")),
-        layer=declare_layer(config.layer, f"{PREFIX}layers.0", family, kind=config.layer.kind(0)),
+        fc=matrix(f"{MTP}fc.weight", 2 * h, h, ("taps", "hidden")),
+        layer=declare_layer(config.layer, f"{MTP}layers.0", family, kind=config.layer.kind(0)),
         norm=norm("norm"),
     )
 
@@ -213,7 +212,7 @@ def is_stored(folder: Path) -> bool:
     """True if a target's folder has an MTP head."""
     if gguf.gguf_file(folder) is not None:
         return False
-    return any(tensor.name.startswith(PREFIX) for tensor in read_headers(weight_files(folder)))
+    return any(tensor.name.startswith(MTP) for tensor in read_headers(weight_files(folder)))
 
 
 def load_stored_head(
@@ -237,12 +236,12 @@ def load_stored_head(
     read.expect("mtp_use_dedicated_embeddings", False)
     if not is_stored(folder):
         trained = "tilewright train drafter --kind mtp trains one"
-        raise ValueError(f"{folder}: expected an MTP head (tensors {PREFIX}*), found none; {trained}")
+        raise ValueError(f"{folder}: expected an MTP head (tensors {MTP}*), found none; {trained}")
     read.finish()
     config = MtpConfig(layer=layer_config(target), num_target_layers=target.num_layers)
     layout = quantised_layout(whole.get("quantization_config"))
-    specs = declare(config, stored_family(folder, config.layer, PREFIX))
-    params = load_params(folder, specs, dtype, ignore=lambda name: not name.startswith(PREFIX), console=console, layout=layout)
+    specs = declare(config, stored_family(folder, config.layer, head=True))
+    params = load_params(folder, specs, dtype, ignore=lambda name: not name.startswith(MTP), console=console, layout=layout)
     return config, params
 
 
