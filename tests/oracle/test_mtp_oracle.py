@@ -1,6 +1,6 @@
 """MTP heads of Qwen3-Next and Qwen3.5 against layers of transformers, live, on random models of a fresh seed.
 
-transformers has no MTP head. The head here follows vLLM's and SGLang's published code (see `models/mtp.py`), around transformers'
+transformers has no MTP head. This one follows the published code of vLLM and SGLang (see `models/mtp.py`), around transformers'
 own decoder layer, norms and rotation. Needs the `oracle` extra. A failure prints the seed; `ORACLE_SEED=n` repeats it.
 """
 

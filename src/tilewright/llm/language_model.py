@@ -794,9 +794,9 @@ def load(
     Args:
         model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (for the target) `tokenizer.json`.
             The target may be a GGUF file or a folder with one (extra `gguf`): its tensors are dequantised, or kept quantised. A
-            drafter may be of any kind in `drafters/load.py`; "ngram" or "suffix", which have no weights; or "self": the target
-            itself, if it was trained to denoise blocks, with the adapter in its folder `linear_spec_lora` if it has one.
-            Several make a team.
+            drafter may be of any kind in `drafters/load.py`; "ngram" or "suffix", which have no weights; "mtp", the head for
+            multi-token prediction in the target's own folder; or "self": the target itself, if it was trained to denoise
+            blocks, with the adapter in its folder `linear_spec_lora` if it has one. Several make a team.
         dtype: dtype of weights and activations, "float32", "bfloat16" or "auto": the checkpoint's dtype, but bfloat16 for
             float16, and float32 on a CPU without this package's kernels.
         weights: format of matrices. "auto" keeps the quantised formats of a file that the CPU kernels read, and `dtype`
