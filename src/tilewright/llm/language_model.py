@@ -32,7 +32,7 @@ from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.llm.conversation import check_messages, template_of
 from tilewright.llm.embeddings import embeddings
 from tilewright.llm.stream import Stream
-from tilewright.models import checkpoint, decoder, hub
+from tilewright.models import checkpoint, decoder, hub, mtp
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.config import Canvas, for_context
 from tilewright.models.decoder import DecoderConfig, DecoderParams
@@ -64,7 +64,7 @@ from tilewright.runtime.shapes import Shape, ShapeTable
 from tilewright.runtime.state import KvDtype, Models, Target
 from tilewright.speculation.costs import CostFiles
 from tilewright.speculation.drafters.dflash import DFlash
-from tilewright.speculation.drafters.load import AUTO, SELF, DrafterOptions, check_sources, load_drafter
+from tilewright.speculation.drafters.load import AUTO, SELF, STORED, DrafterOptions, check_sources, load_drafter
 from tilewright.speculation.drafters.mtp import MTP
 from tilewright.speculation.drafters.ngrams_first import NGramsFirst, ngrams_first
 from tilewright.speculation.drafters.self_diffusion import SelfDiffusion
@@ -850,7 +850,10 @@ def load(
         options = replace(options, block_size=None)
     placement = placement_over(config, mesh, schedule, compiler_options)
     folders = dict(lora or {})
-    if SELF in ([source] if isinstance(source, str) else source or ()) and (folder / DRAFT_ADAPTER).is_dir():
+    sources = [source] if isinstance(source, str) else source or []
+    if STORED in sources:
+        mtp.check_stored(folder)  # before the target's weights are read
+    if SELF in sources and (folder / DRAFT_ADAPTER).is_dir():
         folders.setdefault(DRAFT_ADAPTER, folder / DRAFT_ADAPTER)
     adapters = read_adapters(folders, 1 if mesh is None else mesh.size)
     lm = read_target(str(model), folder, dtype, weights, kernels, table, placement, console, kv_dtype, context, adapters)

@@ -215,6 +215,20 @@ def is_stored(folder: Path) -> bool:
     return any(tensor.name.startswith(MTP) for tensor in read_headers(weight_files(folder)))
 
 
+def check_stored(folder: Path) -> None:
+    """Raises a `ValueError` for a target's folder without a head, or with a head that is not supported."""
+    if gguf.gguf_file(folder) is not None:
+        raise ValueError(f"{folder}: expected a folder of safetensors with an MTP head, found a GGUF file")
+    read = ConfigReader(text_config(read_config(folder)), str(folder / CONFIG))
+    for name in COUNTS:
+        read.expect(name, 1)
+    read.expect("mtp_use_dedicated_embeddings", False)
+    if not is_stored(folder):
+        trained = "tilewright train drafter --kind mtp trains one"
+        raise ValueError(f"{folder}: expected an MTP head (tensors {MTP}*), found none; {trained}")
+    read.finish()
+
+
 def load_stored_head(
     folder: Path, target: DecoderConfig, dtype: DTypeLike, console: Console | None = None
 ) -> tuple[MtpConfig, MtpParams]:
@@ -223,23 +237,11 @@ def load_stored_head(
     Quantised matrices are dequantised, like those of other drafters.
 
     Raises:
-        ValueError: the folder has no head, several heads, or a head with an embedding of its own; or one message with all
-            tensors that do not match.
+        ValueError: see `check_stored`; or one message with all tensors that do not match.
     """
-    if gguf.gguf_file(folder) is not None:
-        raise ValueError(f"{folder}: expected a folder of safetensors with an MTP head, found a GGUF file")
-    whole = read_config(folder)
-    fields = text_config(whole)
-    read = ConfigReader(fields, str(folder / CONFIG))
-    for name in COUNTS:
-        read.expect(name, 1)
-    read.expect("mtp_use_dedicated_embeddings", False)
-    if not is_stored(folder):
-        trained = "tilewright train drafter --kind mtp trains one"
-        raise ValueError(f"{folder}: expected an MTP head (tensors {MTP}*), found none; {trained}")
-    read.finish()
+    check_stored(folder)
     config = MtpConfig(layer=layer_config(target), num_target_layers=target.num_layers)
-    layout = quantised_layout(whole.get("quantization_config"))
+    layout = quantised_layout(read_config(folder).get("quantization_config"))
     specs = declare(config, stored_family(folder, config.layer, head=True))
     params = load_params(folder, specs, dtype, ignore=lambda name: not name.startswith(MTP), console=console, layout=layout)
     return config, params
