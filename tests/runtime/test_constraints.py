@@ -75,7 +75,9 @@ def test_what_is_forced_is_drafted_first():
     assert forced_first([3], []) == [3]
 
 
-@pytest.fixture(scope="module", params=["plain", "dflash", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mtp", "suffix"))])
+@pytest.fixture(
+    scope="module", params=["plain", "dflash", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mtp", "suffix"))]
+)
 def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "suffix":
