@@ -57,7 +57,7 @@ def test_a_chain_is_trained_and_written(run: Run, text: Path, folders: tuple[Pat
         ),
         (
             ["--loss", "decay=0.5"],
-            "--kind dflash with keys among anchors, gamma, dpace, found decay (for eagle3)",
+            "--kind dflash with keys among anchors, gamma, dpace, found decay (for eagle3, mtp)",
         ),
         (["--kind", "eagle3", "--loss", "decay=0"], "expected a decay above 0 and at most 1, found 0.0"),
         (["--kind", "eagle3", "--sizes", "draft_vocab=41"], "draft_vocab_size 41 exceeds vocab_size 40"),

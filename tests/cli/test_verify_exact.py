@@ -113,7 +113,8 @@ def test_bad_input_is_refused(run: Run, folders: tuple[Path, Path], options: lis
 
 
 def test_the_demos_drafters_are_its_own(run: Run, folders: tuple[Path, Path]):
-    for model, last in ((folders[0], "none, ngram, suffix or self"), ("smollm2-135m", "none, ngram, suffix, self or dflash2")):
+    names = "none, ngram, suffix, mtp"
+    for model, last in ((folders[0], f"{names} or self"), ("smollm2-135m", f"{names}, self or dflash2")):
         ran = run("verify-exact", model, "--drafter", "dflash")
         assert ran.status == 2
         known = f"expected a folder, a Hugging Face id, auto, {last} as drafter of {model}"

@@ -16,6 +16,7 @@ from rich.console import Console
 from llm.support import build, prompts
 from reference.dflash_numpy import as_folders, random_pair
 from reference.eagle3_numpy import as_folder, random_eagle3
+from reference.mtp_numpy import add_head, random_head
 from tilewright.compiled.ledger import CompileError, Ledger, no_compile_guard
 from tilewright.llm import language_model
 from tilewright.llm.language_model import LanguageModel, load
@@ -29,7 +30,7 @@ TABLE = ShapeTable(batches=(1, 3), capacities=(64, 128), chunks=(8, 32))
 NEW = 8
 PROGRAMS = {"jit(allocate)", "jit(prefill_chunk)", "jit(run_rounds)"}
 PAIR = random_pair(0, target_layers=1, drafter_layers=1, taps=[0])
-KINDS = ("plain", "dflash", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "ngram", "none")))
+KINDS = ("plain", "dflash", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "mtp", "ngram", "none")))
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -46,7 +47,8 @@ def with_drafter(folder: Path, kind: str) -> LanguageModel:
     """As `lm`, with a drafter of some kind, or none where it is "plain"."""
     target, drafter = as_folders(folder, PAIR)
     eagle3 = as_folder(folder / "eagle3", *random_eagle3(0, PAIR.target_config, taps=[0]))
-    sources = {"dflash": drafter, "eagle3": eagle3, "ngram": "ngram"}
+    sources = {"dflash": drafter, "eagle3": eagle3, "mtp": "mtp", "ngram": "ngram"}
+    add_head(target, random_head(0, PAIR.target_config))
     made = load(target, sources.get(kind), block_size=None if kind == "plain" else 4, table=TABLE)
     jax.clear_caches()
     return made

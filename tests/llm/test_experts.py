@@ -14,6 +14,7 @@ from llm.test_families import copied, golden_tokens, random_drafter, tokenizer  
 from llm.test_windows import PAGE, engine_of
 from models.test_decoder import GOLDENS
 from reference.eagle3_numpy import as_folder, random_eagle3
+from reference.mtp_numpy import add_random_head
 from runtime.support import check_empty, drive
 from tilewright.kernels.select import operations
 from tilewright.llm.language_model import LanguageModel, load
@@ -30,11 +31,13 @@ from tilewright.runtime.shapes import ShapeTable
 
 TABLE = ShapeTable(batches=(1, 8), capacities=(128,), chunks=(16,), widths=(4,))
 FAMILIES = ["qwen3-moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-oss", "mixtral-untied"))]
-KINDS = ["ngram", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash", "eagle3"))]
+KINDS = ["ngram", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash", "eagle3", "mtp"))]
 
 
 def drafter_of(kind: str, folder: Path, target: Path) -> Any:
-    if kind == "ngram":
+    if kind == "mtp":
+        add_random_head(target)
+    if kind in ("ngram", "mtp"):
         return kind
     if kind == "dflash":
         return random_drafter(folder, decoder_config(target))

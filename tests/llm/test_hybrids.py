@@ -16,6 +16,7 @@ from jax import Array
 from llm.test_families import copied, golden_tokens, random_drafter, tokenizer  # noqa: F401 (a fixture)
 from models.test_decoder import GOLDENS
 from products import cases
+from reference.mtp_numpy import add_random_head
 from runtime.support import check_empty, drive, expected
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import Kernels
@@ -144,10 +145,16 @@ def random_eagle3(folder: Path, target: decoder.DecoderConfig) -> Path:
     return folder
 
 
+def stored_head(folder: Path, target: decoder.DecoderConfig) -> str:
+    add_random_head(folder.parent / "target")
+    return "mtp"
+
+
 DRAFTERS: dict[str, Callable[[Path, decoder.DecoderConfig], Any]] = {
     "ngram": lambda folder, config: "ngram",
     "dflash": random_drafter,
     "eagle3": random_eagle3,
+    "mtp": stored_head,
     "team": lambda folder, config: ["ngram", random_drafter(folder, config)],
 }
 PAGES = {1: 16, 8: 40}

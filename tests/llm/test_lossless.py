@@ -24,6 +24,7 @@ from reference.dflash_numpy import Pair, Target, as_folders, random_pair
 from reference.dspark_numpy import as_dspark
 from reference.eagle3_numpy import as_folder, random_eagle3
 from reference.lilicorr_numpy import as_lilicorr
+from reference.mtp_numpy import add_head, random_head
 from reference.sampling_numpy import boundary_gap, chi_square_excess, penalised, warped
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.runtime import per_row as mixed_module
@@ -81,6 +82,11 @@ def eagle3(folder: Path, pair: Pair) -> LanguageModel:
     return load(as_folders(folder, pair)[0], as_folder(folder / "eagle3", config, tensors), block_size=4, table=TABLE)
 
 
+def mtp(folder: Path, pair: Pair) -> LanguageModel:
+    target, _ = as_folders(folder, pair)
+    return load(add_head(target, random_head(0, pair.target_config)), "mtp", block_size=4, table=TABLE)
+
+
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 DRAFTERS: dict[str, Callable[[Path, Pair], LanguageModel]] = {
@@ -89,12 +95,13 @@ DRAFTERS: dict[str, Callable[[Path, Pair], LanguageModel]] = {
     "dspark": dspark,
     "lilicorr": lilicorr,
     "eagle3": eagle3,
+    "mtp": mtp,
     "ngram": ngram,
 }
 """How to load the target of a pair with each kind of drafter; what weights these have is random."""
 
 
-AT_LENGTH = ("dflash2", "dspark", "lilicorr", "ngram")
+AT_LENGTH = ("dflash2", "dspark", "lilicorr", "mtp", "ngram")
 
 
 # With these at length only: `test_drafters.py` holds their tokens to those of plain decoding too.

@@ -19,6 +19,7 @@ from reference.dflash_numpy import Pair, as_folders, random_pair
 from reference.dspark_numpy import as_dspark
 from reference.eagle3_numpy import as_folder, random_eagle3
 from reference.lilicorr_numpy import as_lilicorr
+from reference.mtp_numpy import add_head, random_head
 from tilewright.compiled.ledger import no_compile_guard
 from tilewright.kernels.bundles.tpu import TPU
 from tilewright.kernels.paged.pallas_tpu import in_rows
@@ -45,7 +46,7 @@ SAMPLING = {
 }
 PAIR = random_pair(0, block_size=4, target_layers=2, drafter_layers=1, taps=[0, 1], eos_token_id=EOS)
 WALKERS = {"dflash2": as_dflash2(PAIR, window=6, sliding=[0]), "dspark": as_dspark(PAIR), "lilicorr": as_lilicorr(PAIR)}
-KINDS = [*(f"qwen3-{kind}" for kind in ("none", "dflash", *WALKERS, "eagle3")), "llama-ngram"]
+KINDS = [*(f"qwen3-{kind}" for kind in ("none", "dflash", *WALKERS, "eagle3", "mtp")), "llama-ngram"]
 """Families of the target, and what drafts."""
 
 
@@ -66,7 +67,8 @@ def build(family: str, drafter: str, rows: int = 3, **settings: Any) -> Language
         target, dflash = as_folders(Path(name), of_family(family))
         eagle3 = as_folder(Path(name) / "eagle3", *random_eagle3(0, PAIR.target_config, taps=[0, 1, 1]))
         walkers = {kind: as_folders(Path(name) / kind, pair)[1] for kind, pair in WALKERS.items()}
-        sources = {"none": None, "dflash": dflash, **walkers, "eagle3": eagle3, "ngram": "ngram"}
+        sources = {"none": None, "dflash": dflash, **walkers, "eagle3": eagle3, "mtp": "mtp", "ngram": "ngram"}
+        add_head(target, random_head(0, PAIR.target_config))
         source = sources.get(drafter, [dflash, "ngram"])
         return load(target, source, table=table, block_size=None if source is None else 4, **settings)
 

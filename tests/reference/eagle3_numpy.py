@@ -61,6 +61,10 @@ class Chain:
         """The features `[n, H]`: the target's states `[n, G]` after the tapped layers, side by side, through `fc`."""
         return np.concatenate([hidden_after_layer[i] for i in self.taps], axis=1) @ self.weight("fc").T
 
+    def features(self, tokens: Sequence[int]) -> Array:
+        """The features of a text's positions, `[n, H]`."""
+        return self.fuse(self.target.run(tokens)[1])
+
     def layer(self, h: Array, tokens: Sequence[int], first: int = 0) -> Array:
         """Runs the layer over pairs of `h[i]` and `tokens[i]` at positions `first`, `first` + 1, ...; causal; `[n, H]`."""
         positions = range(first, first + len(h))

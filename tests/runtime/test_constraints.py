@@ -10,6 +10,7 @@ import pytest
 
 from llm.support import build, prompts
 from reference.dflash_numpy import as_folders, random_pair
+from reference.mtp_numpy import add_head, random_head
 from runtime.dance import EOS, VOCAB, Dance, with_automaton
 from runtime.support import Heard, check_empty, drive, expected, samplings
 from tilewright.bench.exact_plain import draw_scores, next_logits
@@ -74,7 +75,9 @@ def test_what_is_forced_is_drafted_first():
     assert forced_first([3], []) == [3]
 
 
-@pytest.fixture(scope="module", params=["plain", "dflash", pytest.param("suffix", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["plain", "dflash", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mtp", "suffix"))]
+)
 def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "suffix":
@@ -82,6 +85,9 @@ def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
         (folder / "corpus.txt").write_text(" ".join(f"t{token}" for token in tokens))
         target, _ = as_folders(folder, PAIR)
         return load(target, "suffix", suffix_corpus=folder / "corpus.txt", block_size=BLOCK, table=TABLE)
+    if request.param == "mtp":
+        target, _ = as_folders(folder, PAIR)
+        return load(add_head(target, random_head(0, PAIR.target_config)), "mtp", block_size=BLOCK, table=TABLE)
     lm = build(folder, PAIR, table=TABLE)
     return lm if request.param == "dflash" else lm.with_drafter(None)
 

@@ -13,6 +13,7 @@ import pytest
 from llm.support import build, prompts
 from reference.dflash_numpy import as_folders, random_pair
 from reference.eagle3_numpy import as_folder, random_eagle3
+from reference.mtp_numpy import add_head, random_head
 from reference.sampling_numpy import adjusted
 from runtime.support import Heard, check_empty, drive, expected, samplings, sent_and_read
 from tilewright.kernels import native
@@ -63,10 +64,17 @@ def suffix_of(folder: Path) -> LanguageModel:
     return load(target, "suffix", suffix_corpus=corpus, block_size=BLOCK, table=TABLE)
 
 
+def with_stored_head(folder: Path) -> LanguageModel:
+    """A model with an MTP head in its own folder."""
+    target, _ = as_folders(folder, PAIR)
+    return load(add_head(target, random_head(0, PAIR.target_config)), "mtp", block_size=BLOCK, table=TABLE)
+
+
 MODELS: dict[str, Callable[[Path], LanguageModel]] = {
     "plain": lambda folder: build(folder, PAIR, table=TABLE).with_drafter(None),
     "dflash": lambda folder: build(folder, PAIR, table=TABLE),
     "bfloat16": lambda folder: build(folder, PAIR, table=TABLE, dtype="bfloat16"),
+    "mtp": with_stored_head,
     "suffix": suffix_of,
     "team": team_of,
 }
@@ -74,7 +82,7 @@ MODELS: dict[str, Callable[[Path], LanguageModel]] = {
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow if name in ("bfloat16", "suffix") else ()) for name in MODELS],
+    params=[pytest.param(name, marks=pytest.mark.slow if name in ("bfloat16", "mtp", "suffix") else ()) for name in MODELS],
 )
 def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     if request.param == "bfloat16" and native.kernels().isa is None:

@@ -17,6 +17,8 @@ from reference.dflash_numpy import Pair, Target, as_folders, autoregressive_gree
 from reference.dspark_numpy import as_dspark
 from reference.eagle3_numpy import Chain, as_folder, random_eagle3
 from reference.lilicorr_numpy import as_lilicorr
+from reference.mtp_numpy import Head, add_head, random_head
+from reference.mtp_numpy import as_folder as as_mtp_folder
 from tilewright.kernels import native
 from tilewright.kernels.paged.xla import in_rows
 from tilewright.kernels.select import PLAIN
@@ -34,6 +36,7 @@ from tilewright.speculation.drafters.dspark import DSpark
 from tilewright.speculation.drafters.eagle3 import Eagle3
 from tilewright.speculation.drafters.lilicorr import LiLiCorr
 from tilewright.speculation.drafters.load import DrafterOptions, load_dflash
+from tilewright.speculation.drafters.mtp import MTP
 from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.team import Team
 
@@ -47,6 +50,7 @@ PAIR = random_pair(0, vocab_size=VOCAB, target_layers=1, drafter_layers=1, taps=
 PAIR2 = as_dflash2(PAIR, window=6, sliding=[0], output_multiplier=0.5, final_logit_softcapping=8.0, input_embedding_scale=0.5)
 WALKERS = {"dflash2": PAIR2, "dspark": as_dspark(PAIR), "lilicorr": as_lilicorr(PAIR)}
 EAGLE3 = random_eagle3(0, PAIR.target_config, taps=[0], draft_vocab_size=DRAFT_VOCAB)
+MTP_HEAD = random_head(0, PAIR.target_config)
 DEEP = random_pair(0, vocab_size=VOCAB, target_layers=3, drafter_layers=1, taps=[0])
 PROMPTS = prompts(0, [1, 1, 2, 3, 9, 14, 21, 33], vocab=VOCAB)
 GREEDY = Sampling(NEW)
@@ -75,6 +79,9 @@ KINDS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "lilicorr, window": ("lilicorr", {"block_size": BLOCK - 1, "walk": "greedy", "draft_window": 3}),
     "eagle3": ("eagle3", {"block_size": BLOCK}),
     "eagle3, window": ("eagle3", {"block_size": BLOCK, "draft_window": 3}),
+    "mtp": ("mtp", {"block_size": BLOCK}),
+    "mtp, window": ("mtp", {"block_size": BLOCK, "draft_window": 3}),
+    "mtp, draft vocabulary": ("mtp, draft vocabulary", {"block_size": BLOCK}),
     "ngram": ("ngram", {"block_size": BLOCK}),
     "none": (None, {"block_size": BLOCK}),
 }
@@ -91,7 +98,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Any]:
     target, drafter = as_folders(folder, PAIR)
     walkers = {name: as_folders(folder / name, pair)[1] for name, pair in WALKERS.items()}
     chain = as_folder(folder / "e", *EAGLE3)
-    return {"target": target, "dflash": drafter, **walkers, "eagle3": chain, "ngram": "ngram", None: None}
+    small = as_mtp_folder(folder / "m", PAIR.target_config, MTP_HEAD, range(1, DRAFT_VOCAB + 1))
+    heads = {"mtp": "mtp", "mtp, draft vocabulary": small}
+    return {
+        "target": add_head(target, MTP_HEAD),
+        "dflash": drafter,
+        **walkers,
+        "eagle3": chain,
+        **heads,
+        "ngram": "ngram",
+        None: None,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +153,7 @@ def test_a_row_drafts_what_it_drafts_alone(drafting: LanguageModel):
 
 
 @pytest.mark.parametrize(
-    "drafting", ["dflash", "dflash2, sampled", "dspark", "lilicorr", "eagle3", "ngram", "none"], indirect=True
+    "drafting", ["dflash", "dflash2, sampled", "dspark", "lilicorr", "eagle3", "mtp", "ngram", "none"], indirect=True
 )
 def test_sampled_rows_equal_plain_decoding(drafting: LanguageModel, sampled_alone: list[list[int]]):
     """Penalised, filtered and greedy rows in one batch, each with its seed."""
@@ -149,9 +166,10 @@ def test_what_is_loaded(drafting: LanguageModel):
     assert not isinstance(drafter, Team)
     assert drafter.block_size in (BLOCK - 1, BLOCK)
     walkers = {"dflash2": DFlash2, "dspark": DSpark, "lilicorr": LiLiCorr}
-    kinds = {"dflash": DFlash, **walkers, "eagle3": Eagle3, "ngram": NGram, "none": Blockwise}
+    kinds = {"dflash": DFlash, **walkers, "eagle3": Eagle3, "mtp": MTP, "ngram": NGram, "none": Blockwise}
     assert type(drafter) is kinds[drafter.name]
-    assert drafter.reads_target_head == isinstance(drafter, DFlash)
+    whole = isinstance(drafter, DFlash) or (isinstance(drafter, MTP) and drafter.config.draft_vocab_size is None)
+    assert drafter.reads_target_head == whole
 
 
 @pytest.mark.parametrize("settings", [{"drafter_dtype": "bfloat16"}, {"weights": "int8"}, {"kernels": "xla"}])
@@ -187,6 +205,10 @@ def test_a_drafter_is_changed_and_the_target_shared(plain: LanguageModel, greedy
         ("eagle3", {"block_size": 1}, "expected a block size of at least 2, found 1"),
         ("eagle3", {"draft_window": 0}, "expected a draft window of at least 1, found 0"),
         ("eagle3", {"refine": 1}, "refining needs a DFlash drafter; this is an EAGLE-3 one"),
+        ("mtp", {"refine": 1}, "refining needs a DFlash drafter; this is an MTP head"),
+        ("mtp", {"walk": "greedy"}, "a walk needs a DFlash 2, DSpark or LiLiCorr drafter; this is an MTP head"),
+        ("mtp", {"revision": "main"}, "revision 'main' was given, but 'mtp' is part of the target"),
+        ("mtp, draft vocabulary", {"refine": 1}, "refining needs a DFlash drafter; this is an MTP head"),
         ("dflash", {"refine": -1}, "expected 0 or more refining passes, found -1"),
         ("ngram", {"block_size": 1}, "expected a block size of at least 2, found 1"),
         ("ngram", {"draft_window": 4}, "a draft window needs a drafter with weights; n-gram drafting has no weights"),
@@ -240,9 +262,9 @@ def skilled_chain(inputs: Sequence[list[int]], steps: int) -> Chain:
     return Chain(config, {**tensors, "lm_head.weight": head.astype(np.float32)}, target)
 
 
-def reference_drafts(chain: Chain, text: list[int], window: int | None, steps: int) -> list[int]:
+def reference_drafts(chain: Chain | Head, text: list[int], window: int | None, steps: int) -> list[int]:
     """What the reference drafts after `text`. As only distances count, a window is a text that begins later."""
-    features = chain.fuse(chain.target.run(text)[1])
+    features = chain.features(text)
     known = len(text) - 1
     first = 0 if window is None else max(0, known - window)
     draft = chain.draft(text[first:], features[first:known], steps)
@@ -251,7 +273,7 @@ def reference_drafts(chain: Chain, text: list[int], window: int | None, steps: i
     return draft.tokens
 
 
-def compare_rounds(lm: LanguageModel, chain: Chain, inputs: Sequence[list[int]], window: int | None) -> list[int]:
+def compare_rounds(lm: LanguageModel, chain: Chain | Head, inputs: Sequence[list[int]], window: int | None) -> list[int]:
     """Holds every round of every row against the reference. Returns how many drafts each accepted."""
     assert lm.drafter is not None
     drafter = lm.drafter.variant(None)
@@ -299,6 +321,22 @@ def test_eagle3_rounds_equal_the_reference(tmp_path: Path, window: int | None):
     assert {0, 1, 2} <= set(seen)
     if window is None:
         assert BLOCK - 1 in seen
+
+
+# MTP, round by round
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_mtp_rounds_equal_the_reference(tmp_path: Path, window: int | None):
+    """With so few tokens a random head's drafts are accepted now and then."""
+    inputs = [PROMPTS[0], PROMPTS[3], PROMPTS[5]]
+    tensors = random_head(1, DEEP.target_config)
+    target, _ = as_folders(tmp_path, DEEP)
+    head = Head(DEEP.target_config, tensors, Target(DEEP.target_config, DEEP.target_tensors))
+    add_head(target, tensors)
+    lm = load(target, "mtp", block_size=BLOCK, draft_window=window, table=TABLE)
+    seen = compare_rounds(lm, head, inputs, window)
+    assert {0, 1} <= set(seen)
 
 
 # DFlash

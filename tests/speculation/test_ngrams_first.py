@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from llm.support import prompts, state_of, tokens_of
 from reference.dflash_numpy import as_folders, random_pair
 from reference.eagle3_numpy import as_folder, random_eagle3
+from reference.mtp_numpy import add_head, random_head
 from tilewright.llm import language_model
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.runtime.interfaces import Proposal
@@ -43,7 +44,8 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     target, dflash = as_folders(folder, PAIR)
-    return {"target": target, "dflash": dflash, "eagle3": as_folder(folder / "eagle3", *EAGLE3)}
+    add_head(target, random_head(0, PAIR.target_config))
+    return {"target": target, "dflash": dflash, "eagle3": as_folder(folder / "eagle3", *EAGLE3), "mtp": Path("mtp")}
 
 
 def both(folders: dict[str, Path], kind: str, **options: Any) -> tuple[LanguageModel, Any, Any]:
@@ -53,7 +55,7 @@ def both(folders: dict[str, Path], kind: str, **options: Any) -> tuple[LanguageM
     return target.with_drafter(NGramsFirst(other, BLOCK, NGram(BLOCK)), params), other, params
 
 
-@pytest.fixture(scope="module", params=["dflash", "eagle3"])
+@pytest.fixture(scope="module", params=["dflash", "eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
 def joined(folders: dict[str, Path], request: pytest.FixtureRequest) -> tuple[LanguageModel, Any, Any]:
     return both(folders, request.param)
 

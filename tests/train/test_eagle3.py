@@ -18,17 +18,14 @@ from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder, draft_vocab, eagle3
 from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.params import initialise, to_tensors
-from tilewright.train.data import TokenStream
+from tilewright.train.chain import chain_agreement, chain_loss, step_counts, together
+from tilewright.train.data import TokenStream, frequent_tokens
 from tilewright.train.eagle3 import (
     Eagle3Options,
     ask_target,
     default_draft_vocab,
-    drafter_loss,
-    frequent_tokens,
+    eagle3_kind,
     hidden_matrices,
-    step_agreement,
-    step_counts,
-    together,
     train_eagle3,
     unroll,
     warm_start,
@@ -51,6 +48,7 @@ DRAFTER = Eagle3Config(
     target_layer_ids=(0, 1),
     block_size=STEPS + 1,
 )
+KIND = eagle3_kind(TARGET, DRAFTER, PLAIN)
 IDS = np.sort(np.random.default_rng(3).permutation(24)[:16]).astype(np.int32)
 
 
@@ -169,12 +167,10 @@ def test_loss_and_agreement_equal_plain_sums(decay: float):
     flags = rng.random((3, LENGTH)) < 0.8
     summed, total, agreed, counted = plain_sums(tokens, flags, decay)
     batch = (jnp.asarray(tokens), jnp.asarray(flags))
-    loss, weight = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options(decay), PLAIN))(
-        random_params(), frozen(), batch
-    )
+    loss, weight = jax.jit(partial(chain_loss, KIND, decay))(random_params(), frozen(), batch)
     np.testing.assert_allclose(float(weight), total, rtol=1e-5)
     np.testing.assert_allclose(float(loss), summed / total, rtol=1e-4)
-    hits, totals = jax.jit(partial(step_agreement, TARGET, DRAFTER, PLAIN))(random_params(), frozen(), batch)
+    hits, totals = jax.jit(partial(chain_agreement, KIND))(random_params(), frozen(), batch)
     assert hits.tolist() == agreed
     assert totals.tolist() == counted
     assert sum(agreed) > 0
@@ -187,9 +183,9 @@ def test_how_many_sequences_are_worked_on_at_a_time_changes_nothing(
 ):
     rng = np.random.default_rng(7)
     batch = (jnp.asarray(random_tokens(7, rows=4)), jnp.asarray(rng.random((4, LENGTH)) < 0.8))
-    monkeypatch.setattr("tilewright.train.eagle3.POSITIONS", positions)
+    monkeypatch.setattr("tilewright.train.chain.POSITIONS", positions)
     assert 4 // together(4, LENGTH) == groups
-    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options(), PLAIN))(random_params(), frozen(), batch)
+    loss, total = jax.jit(partial(chain_loss, KIND, Eagle3Options().decay))(random_params(), frozen(), batch)
     summed, weights, _, _ = plain_sums(np.asarray(batch[0]), np.asarray(batch[1]), Eagle3Options().decay)
     np.testing.assert_allclose(float(total), weights, rtol=1e-5)
     np.testing.assert_allclose(float(loss), summed / weights, rtol=1e-4)
@@ -197,13 +193,13 @@ def test_how_many_sequences_are_worked_on_at_a_time_changes_nothing(
 
 def test_a_batch_where_nothing_counts_has_loss_zero():
     batch = (jnp.asarray(random_tokens(0)), jnp.zeros((2, LENGTH), bool))
-    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options(), PLAIN))(random_params(), frozen(), batch)
+    loss, total = jax.jit(partial(chain_loss, KIND, Eagle3Options().decay))(random_params(), frozen(), batch)
     assert (float(loss), float(total)) == (0.0, 0.0)
 
 
 def test_every_array_of_the_drafter_learns():
     batch = (jnp.asarray(random_tokens(6)), jnp.ones((2, LENGTH), bool))
-    loss = jax.jit(jax.grad(lambda params: drafter_loss(TARGET, DRAFTER, Eagle3Options(), PLAIN, params, frozen(), batch)[0]))
+    loss = jax.jit(jax.grad(lambda params: chain_loss(KIND, Eagle3Options().decay, params, frozen(), batch)[0]))
     gradients = jax.tree.leaves(loss(random_params()))
     assert len(gradients) == len(jax.tree.leaves(random_params())) == 13
     assert all(float(jnp.abs(g).max()) > 0 for g in gradients)

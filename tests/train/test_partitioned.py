@@ -16,12 +16,14 @@ from tilewright.models.dspark import DSparkConfig
 from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.experts import Mixture
 from tilewright.models.lilicorr import LiLiCorrConfig
+from tilewright.models.mtp import MtpConfig, layer_config
 from tilewright.train.dflash2 import DFlash2Options, train_dflash2
 from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.dspark import DSparkOptions, train_dspark
 from tilewright.train.eagle3 import Eagle3Options, train_eagle3
 from tilewright.train.lilicorr import LiLiCorrOptions, train_lilicorr
 from tilewright.train.loop import TrainingRun, TrainResult
+from tilewright.train.mtp import MtpOptions, train_mtp
 from tilewright.train.partitioned import TrainingPlacement
 from tilewright.train.sharded import data_mesh
 from train.support import DRAFTER, TARGET, options, random_stream, silent, target_params
@@ -60,6 +62,11 @@ KINDS: dict[str, Any] = {
             block_size=3,
         ),
         Eagle3Options(),
+    ),
+    "mtp": (
+        train_mtp,
+        MtpConfig(layer=layer_config(TARGET), num_target_layers=TARGET.num_layers, block_size=3, draft_vocab_size=16),
+        MtpOptions(),
     ),
 }
 

@@ -15,11 +15,13 @@ from tilewright.kernels.select import PLAIN
 from tilewright.models.dspark import DSparkConfig
 from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.lilicorr import LiLiCorrConfig
+from tilewright.models.mtp import MtpConfig, layer_config
 from tilewright.train import taps
 from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.dspark import DSparkOptions, train_dspark
 from tilewright.train.eagle3 import Eagle3Options, train_eagle3
 from tilewright.train.lilicorr import LiLiCorrOptions, train_lilicorr
+from tilewright.train.mtp import MtpOptions, train_mtp
 from tilewright.train.partitioned import TrainingPlacement
 from tilewright.train.records import Records
 from tilewright.train.sharded import data_mesh
@@ -112,22 +114,30 @@ EAGLE3 = Eagle3Config(
     target_layer_ids=(0, 1),
     block_size=4,
 )
+MTP = MtpConfig(layer=layer_config(TARGET), num_target_layers=TARGET.num_layers, draft_vocab_size=12)
 KINDS = {
     "dflash": (train_drafter, DRAFTER, DFlashOptions(anchors=4)),
     "dspark": (train_dspark, DSPARK, DSparkOptions(anchors=4)),
     "lilicorr": (train_lilicorr, LILICORR, LiLiCorrOptions(anchors=4)),
     "eagle3": (lambda *arguments: train_eagle3(*arguments)[0], EAGLE3, Eagle3Options()),
+    "mtp": (lambda *arguments: train_mtp(*arguments)[0], MTP, MtpOptions()),
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "taps_of"),
-    [("dflash", (0, 1)), ("dspark", (0,)), ("eagle3", (0,)), pytest.param("lilicorr", (0, 1), marks=pytest.mark.slow)],
+    [
+        ("dflash", (0, 1)),
+        ("dspark", (0,)),
+        ("eagle3", (0,)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("lilicorr", (0, 1)), ("mtp", None))),
+    ],
 )
-def test_training_on_kept_states_is_training(tmp_path: Path, kind: str, taps_of: tuple[int, ...]):
+def test_training_on_kept_states_is_training(tmp_path: Path, kind: str, taps_of: tuple[int, ...] | None):
     """Also where the loss reads what the target's last layer gives, whether or not that is tapped."""
     train, config, drafter_options = KINDS[kind]
-    config = replace(config, target_layer_ids=taps_of)
+    if taps_of is not None:
+        config = replace(config, target_layer_ids=taps_of)
     chosen = replace(OPTIONS, steps=4)
     curves = []
     for keep in (None, tmp_path / "taps"):

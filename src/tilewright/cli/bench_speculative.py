@@ -39,9 +39,10 @@ class DrafterArguments:
     """Options of the compared drafters.
 
     Attributes:
-        drafter: folders, Hugging Face ids, "ngram", "suffix", "self" (a target that was trained to denoise blocks, such as
-            Nemotron-Labs-Diffusion); for the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m "dflash2". "auto"
-            chooses for each round among n-grams and the packaged drafters. By default "dflash" for the demo, "auto" for
+        drafter: folders, Hugging Face ids, "ngram", "suffix", "mtp" (the head for multi-token prediction in the folder of a
+            target such as Qwen3.5), "self" (a target that was trained to denoise blocks, such as Nemotron-Labs-Diffusion); for
+            the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m "dflash2". "auto" chooses for each round among
+            n-grams, the packaged drafters and the head in a target's local folder. By default "dflash" for the demo, "auto" for
             smollm2-135m, else "ngram". Plain decoding always runs too; "none" with a block size adds plain decoding in blocks
             of that size.
         block_size: tokens in a block, including the last committed token. "auto" chooses for each round, as `generate` does;

@@ -38,7 +38,7 @@ from tilewright.kernels import native
 from tilewright.kernels.build import cache_folder
 from tilewright.kernels.select import DECODING, Selection, Weights, fallbacks, implementations
 from tilewright.llm.language_model import LanguageModel, Way, load
-from tilewright.models import hub, published
+from tilewright.models import hub, mtp, published
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.checkpoint import decoder_config
 from tilewright.models.hub import PACKAGED, PUBLISHED
@@ -49,7 +49,7 @@ from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.placement import Placement
 from tilewright.runtime.state import KvDtype
 from tilewright.speculation.costs import CostFiles
-from tilewright.speculation.drafters.load import NGRAM, SELF, SUFFIX, DrafterOptions
+from tilewright.speculation.drafters.load import NGRAM, SELF, STORED, SUFFIX, DrafterOptions
 
 DEMO = "demo"
 SMOLLM2 = "smollm2-135m"
@@ -390,7 +390,9 @@ class TargetOptions(LoadOptions):
         return {}
 
     def drafter_source(self, drafter: str | None, suffix_corpus: Path | None = None) -> str | list[str] | None:
-        """Converts a drafter's name for `load`: "none" to None, "auto" to n-grams and the packaged drafters.
+        """Converts a drafter's name for `load`: "none" to None, "auto" to all that may draft.
+
+        These are n-grams, the packaged drafters, and the head for multi-token prediction in a local folder of the target.
 
         Args:
             suffix_corpus: with a corpus, "auto" has the suffix drafter in the place of n-grams.
@@ -399,7 +401,9 @@ class TargetOptions(LoadOptions):
             return None
         packaged = PACKAGED_DRAFTERS.get(self.model, {})
         if drafter == AUTO:
-            return [NGRAM if suffix_corpus is None else SUFFIX, *packaged.values()]
+            folder = Path(self.model)
+            stored = [STORED] if folder.is_dir() and mtp.is_stored(folder) else []
+            return [NGRAM if suffix_corpus is None else SUFFIX, *packaged.values(), *stored]
         if drafter in packaged and Path(drafter).is_dir():
             notice(f"--drafter {drafter} is the packaged drafter of {self.model}; --drafter ./{drafter} is the folder")
         return packaged.get(drafter, drafter)
@@ -428,10 +432,11 @@ class ModelOptions(TargetOptions):
     Attributes:
         model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m" (installed by pip), or "demo", the packaged model that
             continues Python code.
-        drafter: a folder, a Hugging Face id, "ngram", "suffix", "self" (a target that was trained to denoise blocks, such as
-            Nemotron-Labs-Diffusion) or "none"; for the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m "dflash2".
-            "auto" chooses between n-grams and the packaged drafters, round by round. By default "auto" for smollm2-135m,
-            "ngram" for other models.
+        drafter: a folder, a Hugging Face id, "ngram", "suffix", "mtp" (the head for multi-token prediction in the folder of a
+            target such as Qwen3.5), "self" (a target that was trained to denoise blocks, such as Nemotron-Labs-Diffusion) or
+            "none"; for the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m "dflash2". "auto" chooses between
+            n-grams, the packaged drafters and the head in a target's local folder, round by round. By default "auto" for
+            smollm2-135m, "ngram" for other models.
         block_size: tokens that a round verifies: the last token and the drafts. "auto", the default, chooses the estimated
             fastest width round by round, plain decoding included; where narrower programs round differently, all rounds have
             the widest. With --drafter none: width of the program of plain decoding. Where blocks are denoised: positions of a
@@ -505,7 +510,7 @@ def check_drafters(names: Sequence[str], model: str) -> None:
     for name in names:
         others = [other for other, packaged in PACKAGED_DRAFTERS.items() if name in packaged]
         if others and model not in others and not Path(name).is_dir():
-            *several, last = (AUTO, "none", NGRAM, SUFFIX, SELF, *PACKAGED_DRAFTERS.get(model, {}))
+            *several, last = (AUTO, "none", NGRAM, SUFFIX, STORED, SELF, *PACKAGED_DRAFTERS.get(model, {}))
             known = f"expected a folder, a Hugging Face id, {', '.join(several)} or {last} as drafter of {model}"
             raise ValueError(f"{known}, found {name}, which belongs to {', '.join(others)}")
 

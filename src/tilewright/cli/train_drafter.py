@@ -28,7 +28,7 @@ from tilewright.cli.train import (
 )
 from tilewright.cli.train_drafter_text import Regeneration, SelfInstruct, drafter_text
 from tilewright.llm.language_model import LanguageModel
-from tilewright.models import convolution, dflash, dflash2, dspark, eagle3, hub, lilicorr
+from tilewright.models import convolution, dflash, dflash2, dspark, eagle3, hub, lilicorr, mtp
 from tilewright.models.checkpoint import CONFIG, load_decoder, read_config
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig, default_target_layers
@@ -36,9 +36,11 @@ from tilewright.models.dflash2 import DFlash2Config
 from tilewright.models.dspark import DSparkConfig
 from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.lilicorr import LiLiCorrConfig
+from tilewright.models.mtp import MtpConfig
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.speculation.drafters.load import KINDS, block_kind, load_tensors
+from tilewright.speculation.drafters.mtp import MTP
 from tilewright.train.acceptance import expected_acceptance
 from tilewright.train.data import MASK, TokenSource
 from tilewright.train.dflash2 import DFlash2Options, train_dflash2
@@ -47,11 +49,14 @@ from tilewright.train.dspark import DSparkOptions, train_dspark
 from tilewright.train.eagle3 import Eagle3Options, default_draft_vocab, train_eagle3
 from tilewright.train.lilicorr import LiLiCorrOptions, train_lilicorr
 from tilewright.train.loop import TrainResult
+from tilewright.train.mtp import MtpOptions, train_mtp
 from tilewright.train.partitioned import TrainingPlacement
 from tilewright.train.sharded import data_mesh
 from tilewright.train.text import TextOptions
 
-Kind = Literal["dflash", "dflash2", "dspark", "lilicorr", "eagle3"]
+Kind = Literal["dflash", "dflash2", "dspark", "lilicorr", "eagle3", "mtp"]
+CHAINS = ("eagle3", "mtp")
+"""Kinds that draft one token after another."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,14 @@ class DrafterSizes:
     """Settings of `--sizes`: sizes of a drafter. The hidden size and the heads are the target's.
 
     Attributes:
-        block_size: tokens per draft block, including the last token. [default: 16, eagle3 8]
+        block_size: tokens per draft block, including the last token. [default: 16, eagle3 8, mtp 4]
         draft_vocab: number of tokens that the drafter can propose, the most frequent ones of the training text. [default: the
-            whole vocabulary; eagle3 at most 32000 for a vocabulary above 8192]
-        taps: target layers whose outputs the drafter reads, counted from 0, such as 1,8,15. [default: the published layers of
-            the kind; for small targets all layers, eagle3 three]
-        layers: layers of the drafter, not for eagle3. [default: 2]
-        mask_token_id: token of the positions to draft, not for eagle3. [default: <|mask|>, else the last of the vocabulary]
+            whole vocabulary; eagle3 and mtp at most 32000 for a vocabulary above 8192]
+        taps: target layers whose outputs the drafter reads, counted from 0, such as 1,8,15, not for mtp. [default: the
+            published layers of the kind; for small targets all layers, eagle3 three]
+        layers: layers of the drafter, not for eagle3 and mtp. [default: 2]
+        mask_token_id: token of the positions to draft, not for eagle3 and mtp. [default: <|mask|>, else the last of the
+            vocabulary]
         conv_kernel: dflash2, slots that a convolution reads, including its own. [default: 2]
         conv_group: dflash2, channels that share the dynamic part of a convolution kernel. [default: 16]
         selector_rank: dflash2, rank of the score of two neighbouring tokens. [default: 256]
@@ -162,10 +168,22 @@ class DrafterSizes:
         eagle3.check_fits(config, target)
         return config
 
-    def config(self, kind: Kind, target: DecoderConfig, tokenizer: Tokenizer) -> DFlashConfig | Eagle3Config:
+    def mtp(self, target: DecoderConfig) -> MtpConfig:
+        size = given(self.draft_vocab, default_draft_vocab(target.vocab_size))
+        config = MtpConfig(
+            layer=mtp.layer_config(target),
+            num_target_layers=target.num_layers,
+            block_size=given(self.block_size, mtp.BLOCK_SIZE),
+            draft_vocab_size=None if size == target.vocab_size else size,
+        )
+        return mtp.config_from_hf(mtp.config_to_hf(config), "the drafter's sizes")
+
+    def config(self, kind: Kind, target: DecoderConfig, tokenizer: Tokenizer) -> DFlashConfig | Eagle3Config | MtpConfig:
         """Configures a drafter. Raises a `ValueError` for sizes that do not fit the target or each other."""
         if kind == "eagle3":
             return self.eagle3(target)
+        if kind == "mtp":
+            return self.mtp(target)
         backbone = self.dflash(target, tokenizer)
         return backbone if kind == "dflash" else getattr(self, kind)(backbone)
 
@@ -175,16 +193,16 @@ class DrafterLoss:
     """Settings of `--loss`: the training loss of a drafter.
 
     Attributes:
-        anchors: draft blocks per sequence and step, not for eagle3. [default: 32]
-        gamma: decay of the weights exp(-(k-1)/gamma) of the slots k, not for eagle3. [default: the published value for the
-            block size]
+        anchors: draft blocks per sequence and step, not for eagle3 and mtp. [default: 32]
+        gamma: decay of the weights exp(-(k-1)/gamma) of the slots k, not for eagle3 and mtp. [default: the published value for
+            the block size]
         dpace: weigh slots by their expected acceptance, smoothed by this value from 0 to 1 (D-PACE), instead of the decay; not
-            for eagle3.
+            for eagle3 and mtp.
         selector_weight: dflash2, weight of the selector's loss. [default: 1]
         l1_weight: dspark, share of the L1 distance to the target's distribution, from 0 to 1. [default: 0.9]
         lattice_weight: lilicorr, weight of the cross-entropy over candidates. [default: 0.25]
         penalty_weight: lilicorr, weight of the penalty for candidates that are unlikely for the target. [default: 0.25]
-        decay: eagle3, weight of a draft step relative to the step before. [default: 0.8]
+        decay: eagle3 and mtp, weight of a draft step relative to the step before. [default: 0.8]
     """
 
     anchors: int | None = None
@@ -209,6 +227,7 @@ OPTIONS: dict[str, Any] = {
     "dspark": DSparkOptions,
     "lilicorr": LiLiCorrOptions,
     "eagle3": Eagle3Options,
+    "mtp": MtpOptions,
 }
 """Class of the training options of each kind; their fields are fields of `DrafterLoss`, and `keep_taps`."""
 
@@ -220,6 +239,7 @@ SIZES: dict[str, tuple[str, ...]] = {
     "dspark": (*BLOCK_SIZES, "markov_rank", "markov_top_k"),
     "lilicorr": (*BLOCK_SIZES, "lattice_top_k", "lattice_size", "lattice_layers", "lattice_heads", "lattice_conv"),
     "eagle3": ("block_size", "draft_vocab", "taps"),
+    "mtp": ("block_size", "draft_vocab"),
 }
 """Keys of `--sizes` for each kind."""
 LOSS: dict[str, tuple[str, ...]] = {
@@ -228,6 +248,7 @@ LOSS: dict[str, tuple[str, ...]] = {
     "dspark": (*BLOCK_LOSS, "l1_weight"),
     "lilicorr": (*BLOCK_LOSS, "lattice_weight", "penalty_weight"),
     "eagle3": ("decay",),
+    "mtp": ("decay",),
 }
 """Keys of `--loss` for each kind."""
 
@@ -253,8 +274,8 @@ class DrafterDevices:
         compute_dtype: dtype of the forward and backward passes. bfloat16 halves the memory traffic of accelerators; the drafter
             and its optimizer state stay float32.
         keep_taps: folder that keeps the target's hidden states in bfloat16, so that they are computed once. For whole records
-            on one device. A token takes 2 bytes per number of each tapped layer, and of the last layer for dspark, lilicorr
-            and eagle3.
+            on one device. A token takes 2 bytes per number of each tapped layer, and of the last layer for dspark, lilicorr,
+            eagle3 and mtp.
     """
 
     mesh: Annotated[str | None, Parameter(group=COMMON)] = None
@@ -326,7 +347,7 @@ def load_start(start: str, config: DFlashConfig, seed: int, console: Console) ->
 
 
 def fit(
-    config: DFlashConfig | Eagle3Config,
+    config: DFlashConfig | Eagle3Config | MtpConfig,
     drafter_options: Any,
     target: tuple[DecoderConfig, Any],
     tokenizer: Tokenizer,
@@ -361,6 +382,14 @@ def fit(
         result, agreed = train_eagle3(*arguments, placement=placement)
         eagle3.save(out, config, result.params, DTYPES[dtype])
         return result, {"agreement": agreed}
+    if isinstance(config, MtpConfig):
+        result, agreed = train_mtp(*arguments, placement=placement)
+        mtp.save(out, config, result.params, DTYPES[dtype])
+        if placement.mesh is None:
+            lm = LanguageModel(*target, tokenizer).with_drafter(MTP(config, config.block_size), result.params)
+            config = replace(config, expected_acceptance=expected_acceptance(lm, texts[1]))
+            mtp.save(out, config, result.params, DTYPES[dtype])
+        return result, {"agreement": agreed, "expected_acceptance": list(config.expected_acceptance)}
     model, train = TRAINED[type(config)]
     result = train(*arguments, start=start, placement=placement)
     save_drafter(out, model, config, result.params, DTYPES[dtype])  # before the measurement, which takes minutes
@@ -405,10 +434,11 @@ def drafter(
         target: a folder, a GGUF file, a Hugging Face id, "smollm2-135m" or "demo".
         out: folder for the drafter. Its subfolder `training` holds the checkpoint that an interrupted run resumes from.
         kind: architecture. dflash drafts a block in one pass. dflash2 adds a selector among each slot's candidates, dspark a
-            serial head, lilicorr a small transformer. eagle3 drafts one token after another.
+            serial head, lilicorr a small transformer. eagle3 and mtp draft one token after another; mtp reads the target's last
+            hidden state, as the heads in checkpoints of Qwen3-Next and Qwen3.5 do.
         start: existing drafter to train further, a folder, a Hugging Face id or "demo-drafter"; its block size may differ,
             except for lilicorr. dflash2 and lilicorr also take a DFlash drafter as backbone. By default training starts from
-            the target's last layers. Not for eagle3.
+            the target's last layers. Not for eagle3 and mtp.
         exclude: with --self-instruct, JSONL files of an evaluation; prompts that share 13 consecutive words with them are left
             out.
         dtype: dtype of the saved drafter. Training keeps float32 weights.
@@ -420,8 +450,8 @@ def drafter(
         check_output_folder("--keep-taps", devices.keep_taps)
     check_keys("--sizes", kind, sizes, SIZES)
     check_keys("--loss", kind, loss, LOSS)
-    if kind == "eagle3" and start is not None:
-        raise ValueError("expected --start with a kind that drafts blocks, found --kind eagle3")
+    if kind in CHAINS and start is not None:
+        raise ValueError(f"expected --start with a kind that drafts blocks, found --kind {kind}")
     options = replace(loop.options(), compute_dtype=devices.compute_dtype)
     drafter_options = loss.options(kind, devices.keep_taps)
     keep_programs()
@@ -433,7 +463,7 @@ def drafter(
     check_context(options.sequence_length, loaded[0].max_position_embeddings)
     config = sizes.config(kind, loaded[0], tokenizer)
     params = None
-    if start is not None and not isinstance(config, Eagle3Config):
+    if start is not None and not isinstance(config, Eagle3Config | MtpConfig):
         config, params = load_start(start, config, options.seed, console)
     texts = drafter_text(data, loop, regenerate, self_instruct, exclude, folder, loaded, out, console)
     result, more = fit(config, drafter_options, loaded, tokenizer, texts, options, params, out, dtype, console, placement)

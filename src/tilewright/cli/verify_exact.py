@@ -35,8 +35,9 @@ class Asking:
     """Options of the requests and the drafters.
 
     Attributes:
-        drafter: folders, Hugging Face ids, "ngram", "self" (a target that was trained to denoise blocks, such as
-            Nemotron-Labs-Diffusion) or "none"; for the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m "dflash2".
+        drafter: folders, Hugging Face ids, "ngram", "mtp" (the head for multi-token prediction in the folder of a target such
+            as Qwen3.5), "self" (a target that was trained to denoise blocks, such as Nemotron-Labs-Diffusion) or "none"; for
+            the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m "dflash2".
             "auto", the default, is n-grams and the packaged drafters (for the demo with --quick "dflash"). All drafters
             together are checked too.
         batch_size: batch sizes; the largest is the number of the engine's slots.

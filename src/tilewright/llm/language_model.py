@@ -32,7 +32,7 @@ from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.llm.conversation import check_messages, template_of
 from tilewright.llm.embeddings import embeddings
 from tilewright.llm.stream import Stream
-from tilewright.models import checkpoint, decoder, hub
+from tilewright.models import checkpoint, decoder, hub, mtp
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.config import Canvas, for_context
 from tilewright.models.decoder import DecoderConfig, DecoderParams
@@ -64,7 +64,8 @@ from tilewright.runtime.shapes import Shape, ShapeTable
 from tilewright.runtime.state import KvDtype, Models, Target
 from tilewright.speculation.costs import CostFiles
 from tilewright.speculation.drafters.dflash import DFlash
-from tilewright.speculation.drafters.load import AUTO, SELF, DrafterOptions, check_sources, load_drafter
+from tilewright.speculation.drafters.load import AUTO, SELF, STORED, DrafterOptions, check_sources, load_drafter
+from tilewright.speculation.drafters.mtp import MTP
 from tilewright.speculation.drafters.ngrams_first import NGramsFirst, ngrams_first
 from tilewright.speculation.drafters.self_diffusion import SelfDiffusion
 from tilewright.speculation.pacer import CallPacer, EnginePacer
@@ -307,9 +308,9 @@ class LanguageModel:
             return replace(drafter, adapter=1 + self.adapters.index(DRAFT_ADAPTER)), params
         if drafter is None or drafter.dtype is None:
             return drafter, params
-        if isinstance(drafter, DFlash):
-            if self.placement is None:
-                drafter, params = drafter.without_copies(params, self.model.models.target.embed, self.head_columns)
+        if isinstance(drafter, DFlash) and self.placement is None:
+            drafter, params = drafter.without_copies(params, self.model.models.target.embed, self.head_columns)
+        if isinstance(drafter, DFlash | MTP):
             params = drafter.with_head(params, self.head_columns)
         in_blocks = self.weights == "auto" and self.quantised and self.ops.packs
         prepared = (operations(weights="int4") if in_blocks else self.ops).prepare(drafter.declared, params, threads=cores())
@@ -340,7 +341,7 @@ class LanguageModel:
 
     def load_one_drafter(self, source: str | None, options: DrafterOptions, console: Console | None) -> tuple[Any, Any]:
         """Reads one drafter, and its corpus if it has one."""
-        drafter, params = load_drafter(source, self.target, self.dtype, options, console)
+        drafter, params = load_drafter(source, self.target, self.dtype, options, console, self.folder)
         corpus = options.suffix_corpus
         return drafter, params if corpus is None else read_corpus(corpus, self.tokenizer)
 
@@ -793,9 +794,9 @@ def load(
     Args:
         model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (for the target) `tokenizer.json`.
             The target may be a GGUF file or a folder with one (extra `gguf`): its tensors are dequantised, or kept quantised. A
-            drafter may be of any kind in `drafters/load.py`; "ngram" or "suffix", which have no weights; or "self": the target
-            itself, if it was trained to denoise blocks, with the adapter in its folder `linear_spec_lora` if it has one.
-            Several make a team.
+            drafter may be of any kind in `drafters/load.py`; "ngram" or "suffix", which have no weights; "mtp", the head for
+            multi-token prediction in the target's own folder; or "self": the target itself, if it was trained to denoise
+            blocks, with the adapter in its folder `linear_spec_lora` if it has one. Several make a team.
         dtype: dtype of weights and activations, "float32", "bfloat16" or "auto": the checkpoint's dtype, but bfloat16 for
             float16, and float32 on a CPU without this package's kernels.
         weights: format of matrices. "auto" keeps the quantised formats of a file that the CPU kernels read, and `dtype`
@@ -849,7 +850,10 @@ def load(
         options = replace(options, block_size=None)
     placement = placement_over(config, mesh, schedule, compiler_options)
     folders = dict(lora or {})
-    if SELF in ([source] if isinstance(source, str) else source or ()) and (folder / DRAFT_ADAPTER).is_dir():
+    sources = [source] if isinstance(source, str) else source or []
+    if STORED in sources:
+        mtp.check_stored(folder)  # before the target's weights are read
+    if SELF in sources and (folder / DRAFT_ADAPTER).is_dir():
         folders.setdefault(DRAFT_ADAPTER, folder / DRAFT_ADAPTER)
     adapters = read_adapters(folders, 1 if mesh is None else mesh.size)
     lm = read_target(str(model), folder, dtype, weights, kernels, table, placement, console, kv_dtype, context, adapters)

@@ -40,7 +40,7 @@ TRAINING = (
         "",
         "`train diffusion`: prompts with responses",
     ),
-    Metric("agreement", "", "EAGLE-3: share of held-out positions where drafter and target agree, by draft step"),
+    Metric("agreement", "", "EAGLE-3 and MTP: share of held-out positions where drafter and target agree, by draft step"),
     Metric(
         "accuracy",
         "",

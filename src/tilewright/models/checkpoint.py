@@ -60,6 +60,8 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MATRICES = ("matrix", "head", "experts")
 """Kinds of arrays that may stay in the file's quantised format."""
+MTP = "mtp."
+"""Beginning of the names of tensors of multi-token prediction."""
 LOGGED_S = 10.0
 """Seconds between log lines about loading, without a progress bar."""
 
@@ -459,7 +461,7 @@ def load_decoder(
     If the operations keep a file's quantised blocks, a tied embedding in such blocks is read through the output head.
 
     Redundant tensors are ignored: rotary frequencies, which older files hold, and the output head of a model whose head is the
-    embedding. So are layers of multi-token prediction (`mtp.`), and all but the text model of a multimodal model.
+    embedding. So are layers of multi-token prediction (see `mtp.py`), and all but the text model of a multimodal model.
 
     Args:
         shard: from the declaration to the shardings, such as `lambda specs: shardings(specs, mesh, rules)`
@@ -476,7 +478,7 @@ def load_decoder(
     multimodal = "text_config" in read_config(folder)
 
     def ignore(name: str) -> bool:
-        if name.startswith("mtp.") or (multimodal and text_tensor(name) is None):
+        if name.startswith(MTP) or (multimodal and text_tensor(name) is None):
             return True
         return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and rename(name) == "lm_head.weight")
 
@@ -517,13 +519,18 @@ def native_formats(folder: Path) -> dict[str, str]:
     return {rename(each.name): each.native_format for each in stored_tensors(folder, layout) if each.native_format}
 
 
-def stored_family(folder: Path, config: DecoderConfig) -> Family:
-    """Returns the family of a model, with the names of its experts' tensors in this folder."""
+def stored_family(folder: Path, config: DecoderConfig, head: bool = False) -> Family:
+    """Returns the family of a model, with the names of its experts' tensors in this folder.
+
+    Args:
+        head: look at the layers of multi-token prediction, which may store their experts in the other way.
+    """
     family = FAMILIES[config.family]
     if config.mixture is None or family.experts_in_one is None:
         return family
     whole = family.experts_in_one.gate_up[0]
-    in_one = any(tensor.name.endswith(whole) for tensor in read_headers(weight_files(folder)))
+    names = [tensor.name for tensor in read_headers(weight_files(folder))]
+    in_one = any(name.startswith(MTP) == head and name.endswith(whole) for name in names)
     return replace(family, experts=family.experts_in_one) if in_one else family
 
 

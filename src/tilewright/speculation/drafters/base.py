@@ -4,7 +4,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.runtime.state import DecodeState, last_token
+from tilewright.kernels.operations import Operations
+from tilewright.models import decoder
+from tilewright.models.draft_vocab import DraftVocab
+from tilewright.runtime.state import DecodeState, Models, Target, last_token
 
 
 def masked_block(state: DecodeState, size: int, filler: int) -> Int[Array, "B T"]:
@@ -24,6 +27,23 @@ def last_feature(
     """
     index = jnp.clip(stop - 1 - start, 0, features.shape[1] - 1)[:, None, None]
     return jnp.where((stop > start)[:, None, None], jnp.take_along_axis(features, index, axis=1), before)
+
+
+def most_likely(
+    ops: Operations, target: Target, models: Models, vocab: DraftVocab | None, hidden: Float[Array, "B T H"]
+) -> Int[Array, "B T"]:
+    """Returns the most likely token of each slot, through the draft vocabulary or the target's output head.
+
+    Args:
+        ops: operations of the drafter.
+        vocab: the draft vocabulary with its head; None for all tokens.
+        hidden: the head's input, normalised.
+    """
+    if vocab is not None:
+        return vocab.ids[ops.head_argmax(hidden, vocab.head)[0]]
+    if models.draft_head is not None:
+        return ops.head_argmax(hidden, models.draft_head)[0]
+    return target.schedule.head_argmax(target.ops, hidden, decoder.output_head(models.target))
 
 
 def check_block_size(size: int, window: int | None = None, largest: int | None = None) -> None:

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels import select
 from tilewright.kernels.operations import Norm, Operations
-from tilewright.models import decoder, dflash, draft_vocab
+from tilewright.models import dflash, draft_vocab
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.runtime.cache import KVCache, Ring, Sliding
@@ -139,12 +139,7 @@ class DFlash(OneKind):
     def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
         """Runs one pass. Returns the most likely token of every drafting slot."""
         hidden = self.hidden(target, models, state, block)
-        vocab = self.backbone(models).vocab
-        if vocab is not None:
-            return vocab.ids[self.ops.head_argmax(hidden, vocab.head)[0]]
-        if models.draft_head is not None:
-            return self.ops.head_argmax(hidden, models.draft_head)[0]
-        return target.schedule.head_argmax(target.ops, hidden, decoder.output_head(models.target))
+        return base.most_likely(self.ops, target, models, self.backbone(models).vocab, hidden)
 
     def hidden(
         self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from tilewright.models import checkpoint, dflash, dflash2, draft_vocab, dspark, eagle3, gguf, hub, lilicorr, torch_file
+from tilewright.models import checkpoint, dflash, dflash2, draft_vocab, dspark, eagle3, gguf, hub, lilicorr, mtp, torch_file
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.diffusion import is_diffusion
 from tilewright.models.drafter_layouts import as_published, is_alongside, plain_name
@@ -25,6 +25,7 @@ from tilewright.speculation.drafters.dflash2 import DFlash2
 from tilewright.speculation.drafters.dspark import DSpark
 from tilewright.speculation.drafters.eagle3 import Eagle3
 from tilewright.speculation.drafters.lilicorr import LiLiCorr
+from tilewright.speculation.drafters.mtp import MTP
 from tilewright.speculation.drafters.ngram import NGram, Suffix
 from tilewright.speculation.drafters.self_diffusion import SelfDiffusion, self_diffusion
 from tilewright.speculation.drafters.walking import Walk
@@ -38,7 +39,9 @@ WITHOUT_FILES = {
     SELF: "self-speculation drafts with the target's weights",
 }
 """Drafters that are not loaded from files, and why options of weights do not apply to them."""
-DRAFTERS = (*WITHOUT_FILES, *hub.NAMED_DRAFTERS)
+STORED = MTP.name
+"""Name of the head for multi-token prediction in the target's own folder."""
+DRAFTERS = (*WITHOUT_FILES, STORED, *hub.NAMED_DRAFTERS)
 """Names of packaged drafters."""
 AUTO = ("auto", "auto-inexact")
 """Block sizes that the policy chooses round by round; see `language_model.load`."""
@@ -105,14 +108,21 @@ def check_sources(source: str | Sequence[str] | None, options: DrafterOptions) -
 
 
 def load_drafter(
-    source: str | None, target: DecoderConfig, dtype: str, options: DrafterOptions, console: Console | None
+    source: str | None,
+    target: DecoderConfig,
+    dtype: str,
+    options: DrafterOptions,
+    console: Console | None,
+    target_folder: Path | None = None,
 ) -> tuple[Drafter | None, Any]:
     """Loads a drafter and checks that it fits the target. Returns the drafter and its parameters.
 
-    Args:
-        source: folder, hub id, "ngram", "suffix" or "self". None with a block size is block-wide decoding,
-            without one no drafter.
-        dtype: dtype of the drafter, unless the options name another.
+        Args:
+    from tilewright.speculation.drafters.mtp import MTP
+            source: folder, hub id, "ngram", "suffix" or "self". None with a block size is block-wide decoding,
+                without one no drafter.
+            dtype: dtype of the drafter, unless the options name another.
+            target_folder: folder of the target, which may hold a head for "mtp".
     """
     size = options.block_size
     assert not isinstance(size, str), "callers that choose widths per round load drafters at full width"
@@ -124,11 +134,17 @@ def load_drafter(
     if source == SELF:
         return self_diffusion(target, size), None
     precision = cast(Dtype, options.drafter_dtype or dtype)
+    if source == STORED:
+        return load_stored_head(target_folder, target, precision, options, console)
     folder = hub.resolve(source, options.revision, console, names=DRAFTERS)
     if source in hub.NAMED_TARGETS or is_diffusion(folder) or gguf.gguf_file(folder) is not None:
         check_kind(source, folder, "drafter")
     fields = as_published(checkpoint.read_config(folder), str(folder / checkpoint.CONFIG))
     kind = block_kind(fields)
+    if mtp.is_mtp(fields):
+        check_chain(options, "an MTP head")
+        head, params = mtp.load(folder, target, DTYPES[precision], console)
+        return MTP(head, head.block_size if size is None else size, options.draft_window, precision), params
     chain = kind is DFLASH and eagle3.is_eagle3(fields)
     if options.walk is not None and kind is DFLASH:
         raise ValueError(f"a walk needs {WALKERS}; this is {'an EAGLE-3' if chain else 'a DFlash'} one")
@@ -141,6 +157,33 @@ def load_drafter(
     settings = (config.block_size if size is None else size, options.draft_window, precision, options.refine)
     walk: dict[str, Any] = {} if kind is DFLASH else {"walk": options.walk or "sampled"}
     return kind.drafter(config, *settings, **walk), params
+
+
+def check_chain(options: DrafterOptions, kind: str) -> None:
+    """Raises a `ValueError` for options that only drafters of blocks take."""
+    if options.refine:
+        raise ValueError(f"refining needs a DFlash drafter; this is {kind}")
+    if options.walk is not None:
+        raise ValueError(f"a walk needs {WALKERS}; this is {kind}")
+
+
+def load_stored_head(
+    folder: Path | None, target: DecoderConfig, dtype: Dtype, options: DrafterOptions, console: Console | None
+) -> tuple[MTP, Any]:
+    """Loads the head for multi-token prediction in the target's own folder.
+
+    Raises:
+        ValueError: the target has no folder, or its folder no head that is supported; or an option does not apply.
+    """
+    check_chain(options, "an MTP head")
+    if options.revision is not None:
+        raise ValueError(f"revision {options.revision!r} was given, but {STORED!r} is part of the target")
+    if folder is None:
+        raise ValueError(f"expected a target that was loaded from a folder for the drafter {STORED!r}, found parameters")
+    config, params = mtp.load_stored_head(folder, target, DTYPES[dtype], console)
+    size = config.block_size if options.block_size is None else options.block_size
+    assert not isinstance(size, str)
+    return MTP(config, size, options.draft_window, dtype), params
 
 
 class Kind(NamedTuple):
