@@ -69,6 +69,9 @@ class Pacer(Pace):
             return None
         return CounterfactualNGram(self.ngram, prompt, self.team.widths_of(self.ngram), self.pacing.corpus)
 
+    def begin_request(self, rows: int) -> None:
+        self.history.begin_request(rows)
+
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
         policy = self.policy(rows)
         plan = policy.next(most)
