@@ -11,7 +11,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,10 @@ OPTIMISM = 0.7
 """Expected acceptance of the first drafter's drafts before any was observed. Acceptance measured in training replaces it."""
 CAUTION = 0.3
 """Expected acceptance of the other drafters: trying each of several drafters costs more than most texts give back."""
+EARLIER_WEIGHT = 4.0
+"""Weight of the acceptance of earlier requests, in observed rounds of a row."""
 EXPLORATION = 0.005
-"""Share of the time that may be lost by trying drafters that are off."""
+"""Share of the time that may be lost by trying drafters that are off, for one row. A trial of more rows needs fewer rounds."""
 ROUNDS_PER_CHOICE = 16
 """Rounds between two choices; more where a dispatch is expensive (see `DISPATCHING`)."""
 TRIAL_ROUNDS = 4
@@ -88,7 +90,8 @@ def estimated(costs: Mapping[Choice, Cost], choice: Choice) -> Cost:
 class Acceptance:
     """Acceptance of one drafter's drafts by position, with exponential forgetting.
 
-    A new request is expected to accept what earlier requests did, until it has rounds of its own.
+    A new request is expected to accept what earlier requests did, until it has rounds of its own: a drafter that was useless
+    for the last request may suit this one.
 
     Attributes:
         reached: rounds of a row that drafted the position and accepted all drafts before it, `[positions]`.
@@ -133,15 +136,25 @@ class Acceptance:
         """Moves a request's share of the counts to `earlier`: that of one of `rows` rows, which a new request replaces."""
         share = 1 / rows
         decay = math.exp(-share / REQUESTS)
-        counts = self.reached, self.accepted, self.rounds, self.idle
-        self.earlier = tuple(decay * old + share * new for old, new in zip(self.earlier, counts, strict=True))  # type: ignore[assignment]
-        self.reached, self.accepted, self.rounds, self.idle = ((1 - share) * count for count in counts)  # type: ignore[misc]
+        reached, accepted, rounds, idle = self.earlier
+        self.earlier = (
+            decay * reached + share * self.reached,
+            decay * accepted + share * self.accepted,
+            decay * rounds + share * self.rounds,
+            decay * idle + share * self.idle,
+        )
+        self.reached *= 1 - share
+        self.accepted *= 1 - share
+        self.rounds *= 1 - share
+        self.idle *= 1 - share
 
     def rates(self) -> list[float]:
         """Returns each position's acceptance, given that all drafts before it were accepted."""
         reached, accepted, _, _ = self.earlier
-        prior = drawn_rates(reached, accepted, self.prior) if reached.any() else self.prior
-        return drawn_rates(self.reached, self.accepted, prior)
+        if not reached.any():
+            return drawn_rates(self.reached, self.accepted, self.prior, PRIOR_WEIGHT)
+        prior = drawn_rates(reached, accepted, self.prior, PRIOR_WEIGHT)
+        return drawn_rates(self.reached, self.accepted, prior, EARLIER_WEIGHT)
 
     def accepted_drafts(self) -> list[float]:
         """Returns the expected number of accepted drafts in blocks of 1, 2, ... tokens."""
@@ -149,11 +162,14 @@ class Acceptance:
 
     def idle_share(self, expected: float = 0.0) -> float:
         _, _, rounds, idle = self.earlier
-        expected = (idle + PRIOR_WEIGHT * expected) / (rounds + PRIOR_WEIGHT)
-        return (self.idle + PRIOR_WEIGHT * expected) / (self.rounds + PRIOR_WEIGHT)
+        weight = PRIOR_WEIGHT
+        if rounds:
+            expected = (idle + PRIOR_WEIGHT * expected) / (rounds + PRIOR_WEIGHT)
+            weight = EARLIER_WEIGHT
+        return (self.idle + weight * expected) / (self.rounds + weight)
 
 
-def drawn_rates(reached: np.ndarray, accepted: np.ndarray, prior: float | Sequence[float]) -> list[float]:
+def drawn_rates(reached: np.ndarray, accepted: np.ndarray, prior: float | Sequence[float], weight: float) -> list[float]:
     """Returns each position's acceptance, given that all drafts before it were accepted.
 
     A position with few observations is drawn to its expected acceptance, plus half of the position before's deviation.
@@ -161,6 +177,7 @@ def drawn_rates(reached: np.ndarray, accepted: np.ndarray, prior: float | Sequen
     Args:
         reached, accepted: counts; see `Acceptance`.
         prior: expected acceptance; see `Acceptance`.
+        weight: weight of the expected acceptance, in rounds.
     """
     rates = []
     expected = None if isinstance(prior, float) else prior
@@ -169,7 +186,7 @@ def drawn_rates(reached: np.ndarray, accepted: np.ndarray, prior: float | Sequen
         mean = before
         if expected is not None:
             mean = min(max(expected[place] + (before - expected[max(place - 1, 0)]) / 2, 0.0), 1.0)
-        before = (agreed + PRIOR_WEIGHT * mean) / (count + PRIOR_WEIGHT)
+        before = (agreed + weight * mean) / (count + weight)
         rates.append(before)
     return rates
 
@@ -345,7 +362,7 @@ class Policy:
             acceptance.observe(choice.width, drafted[running], accepted[running], rows, from_ngrams[running])
         self.rows = max(1, int(np.sum(running[-1:])))
         spent = self.dispatch + rounds * self.cost(choice).expected(idle / max(rounds, 1))
-        history.budget += EXPLORATION * spent
+        history.budget += EXPLORATION / self.rows * spent
         for name in history.off:
             history.off[name] = 0.0 if name == choice.drafter else history.off[name] + spent
         if seconds is not None and rounds:
