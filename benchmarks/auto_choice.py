@@ -144,6 +144,7 @@ def variants(lm: LanguageModel, options: EngineOptions, words: Sequence[str], co
     drafting.warm(console)
     found = {}
     for choice in drafting.decoding.programs.choices:
+        assert choice is not None, "auto chooses among several kinds of rounds"
         fixed = FixedChoice(choice, options.dispatch_s)
         found[OFF if choice == PLAIN else str(choice)] = Variant(drafting, fixed)
     chosen = {name: each for name, each in found.items() if any(word in name for word in words)}

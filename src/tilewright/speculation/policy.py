@@ -180,8 +180,8 @@ def drawn_rates(reached: np.ndarray, accepted: np.ndarray, prior: float | Sequen
         weight: weight of the expected acceptance, in rounds.
     """
     rates = []
-    expected = None if isinstance(prior, float) else prior
-    before = prior if isinstance(prior, float) else prior[0]
+    expected = prior if isinstance(prior, Sequence) else None
+    before = prior[0] if isinstance(prior, Sequence) else prior
     for place, (count, agreed) in enumerate(zip(reached.tolist(), accepted.tolist(), strict=True)):
         mean = before
         if expected is not None:
