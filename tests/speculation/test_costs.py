@@ -27,6 +27,7 @@ from tilewright.speculation.costs import (
     configuration,
     measure,
     no_dearer_when_narrower,
+    no_dearer_with_fewer_rows,
     with_idle_rounds,
 )
 from tilewright.speculation.drafters.ngrams_first import NGramsFirst
@@ -373,3 +374,16 @@ def test_the_configuration_names_what_costs_depend_on(lm: LanguageModel):
         configuration(programs, team, 1, False, "int8"),
     ):
         assert other != about
+
+
+def test_fewer_rows_are_no_dearer_beside_a_step():
+    """A disturbed measurement of one batch size is corrected by those of larger ones; steps and larger sizes stay."""
+    block = Choice("ngram", 4)
+    costs = {
+        rows: RoundCosts(0.1, {PLAIN: Cost(step), block: Cost(drafting, idle)})
+        for rows, step, drafting, idle in ((1, 1.0, 3.6, 1.4), (2, 2.0, 3.0, 2.0), (4, 5.0, 10.0, 5.5))
+    }
+    found = no_dearer_with_fewer_rows(costs)
+    assert found[4] == costs[4]
+    assert found[2] == costs[2]
+    assert found[1] == RoundCosts(0.1, {PLAIN: Cost(1.0), block: Cost(1.5, 1.0)})

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tilewright.runtime.interfaces import PLAIN, Choice
 from tilewright.speculation.policy import (
+    PRIOR_WEIGHT,
     ROUNDS_PER_CHOICE,
     TRIAL_ROUNDS,
     Acceptance,
@@ -308,9 +309,52 @@ def test_positions_that_were_not_observed_are_as_expected():
     good = Acceptance(4, expected)
     good.observe(2, np.ones(6, int), np.ones(6, int))
     rates = good.rates()
-    assert rates[0] == pytest.approx((6 + 2 * 0.6) / 8)
+    assert rates[0] == pytest.approx((6 + PRIOR_WEIGHT * 0.6) / (6 + PRIOR_WEIGHT))
     assert rates[1] == 1.0
     assert 0.8 < rates[2] < 0.9
+
+
+def test_a_request_begins_with_the_acceptance_of_earlier_requests():
+    """A drafter that was useless for the last of several requests is not off for the next one; a row counts as a share."""
+    seen = Acceptance(3)
+    for accepted in (3, 3, 3, 0):
+        seen.begin_request(1)
+        seen.observe(4, np.full(30, 3), np.full(30, accepted))
+    assert seen.rates()[0] < 0.15
+    seen.begin_request(4)
+    assert seen.rates()[0] < 0.2, "three of four rows go on"
+    seen.begin_request(1)
+    assert seen.rates()[0] == pytest.approx(0.75, abs=0.1)
+    seen.observe(4, np.full(30, 3), np.zeros(30, int))
+    assert seen.rates()[0] < 0.15, "its own rounds count most"
+
+
+def test_a_drafter_that_was_useless_for_the_last_request_drafts_for_the_next():
+    costs = {PLAIN: Cost(1.0), Choice("a", 8): Cost(1.6)}
+    counts = []
+    for begins in (True, False):
+        policy = Policy(History({"a": 8}), costs, costs)
+        total = 0
+        for rate in (0.9, 0.0, 0.9, 0.0, 0.9):
+            if begins:
+                policy.history.begin_request(1)
+            total += run(policy, {"a": rate}, 96).get(Choice("a", 8), 0) * (rate > 0)
+        counts.append(total)
+    assert counts[0] > 1.5 * counts[1]
+
+
+def test_drafters_that_never_pay_cost_next_to_nothing_in_wide_batches():
+    """A trial of many rows has few rounds, and the budget is smaller."""
+    costs = {PLAIN: Cost(1.0), Choice("a", 4): Cost(4.0)}
+    policy = Policy(History({"a": 4}), costs, costs)
+    spent = [0, 0]
+    for turn in range(4000):
+        choice, rounds, is_trial = policy.next(4)
+        policy.observe(choice, np.zeros((rounds, 8), int), np.zeros((rounds, 8), int), np.ones((rounds, 8), bool))
+        if turn > 20:
+            assert not is_trial or rounds == 1
+            spent[choice != PLAIN] += rounds
+    assert 0 < spent[1] < 0.001 * spent[0]
 
 
 def test_acceptance_is_forgotten():

@@ -85,4 +85,5 @@ def test_an_engine_learns_the_costs_of_the_programs_that_exist(lm: LanguageModel
     assert set(engine.stats().widths) <= {str(PLAIN), str(narrow)}
     assert set(chooser.costs(2).rounds) <= {PLAIN, narrow}
     assert PLAIN in chooser.costs(2).rounds
+    assert all(seen.earlier[2] > 0 for seen in chooser.history.counterfactual.values()), "requests began after others"
     engine.stop()

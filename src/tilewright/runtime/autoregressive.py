@@ -257,6 +257,8 @@ class Autoregressive:
         )
 
     def begin(self, sequence: TokenSequence) -> DraftedRow:
+        if not sequence.handle.preemptions:
+            self.chooser.begin_request(1 + sum(running.row is not None for running in self.scheduler.running))
         return DraftedRow()
 
     def prefill(self, chunks: Sequence[Chunk]) -> Prefilling:

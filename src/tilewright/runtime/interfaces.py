@@ -194,6 +194,10 @@ class RoundChooser(Protocol):
         """Begins to track a request's text, on any thread; the result is kept in `TokenSequence.chooser_state`."""
         ...
 
+    def begin_request(self, rows: int) -> None:
+        """Prepares for the rounds of a new request, which is one of `rows` requests in slots."""
+        ...
+
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
         """Returns the kind of the next rounds for a number of rows, and how many rounds the dispatch runs.
 

@@ -98,6 +98,9 @@ class FixedRounds(Pace):
     def follow(self, prompt: Sequence[int]) -> Any:
         return None
 
+    def begin_request(self, rows: int) -> None:
+        """Changes nothing: all rounds are of one kind."""
+
     def measure(self, console: Console | None) -> None:
         """Measures nothing: all rounds are of one kind."""
 

@@ -161,6 +161,27 @@ def no_dearer_when_narrower(costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
     return best
 
 
+def no_dearer_with_fewer_rows(costs: Mapping[int, RoundCosts]) -> dict[int, RoundCosts]:
+    """Lowers the costs of each batch size, relative to a step, to those of larger ones.
+
+    A row more never makes blocks cheaper beside a step, and disturbances lengthen the long runs of blocks most.
+
+    Args:
+        costs: costs by number of rows.
+    """
+    found: dict[int, RoundCosts] = {}
+    least: dict[Choice, Cost] = {}
+    for rows in sorted(costs, reverse=True):
+        step = costs[rows].rounds[PLAIN].drafting
+        for choice, cost in costs[rows].rounds.items():
+            relative = cost.times(1 / step)
+            larger = least.get(choice, relative)
+            idle = None if relative.idle is None or larger.idle is None else min(relative.idle, larger.idle)
+            least[choice] = Cost(min(relative.drafting, larger.drafting), idle)
+        found[rows] = RoundCosts(costs[rows].dispatch, {choice: least[choice].times(step) for choice in costs[rows].rounds})
+    return found
+
+
 class RoundTimer:
     """Times rounds in the first slots of a runner without requests. Each row starts in the middle of its cache.
 

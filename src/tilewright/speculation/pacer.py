@@ -16,7 +16,7 @@ from tilewright.runtime.programs import STEPS_PER_DISPATCH
 from tilewright.runtime.runner import ModelRunner, SentRounds
 from tilewright.runtime.scheduler import TokenSequence
 from tilewright.runtime.state import StepInfo
-from tilewright.speculation.costs import LEAST_DISPATCH_S, RoundCosts, Run
+from tilewright.speculation.costs import LEAST_DISPATCH_S, RoundCosts, Run, no_dearer_with_fewer_rows
 from tilewright.speculation.counterfactual import CounterfactualNGram, joined
 from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.pacing import CostKey, Pacing, new_history
@@ -68,6 +68,9 @@ class Pacer(Pace):
         if self.ngram is None:
             return None
         return CounterfactualNGram(self.ngram, prompt, self.team.widths_of(self.ngram), self.pacing.corpus)
+
+    def begin_request(self, rows: int) -> None:
+        self.history.begin_request(rows)
 
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
         policy = self.policy(rows)
@@ -162,8 +165,12 @@ class EnginePacer(Pacer):
     def measure(self, console: Console | None) -> None:
         """Measures every choice at every batch size."""
         batches = self.runner.programs.table.batches
+        measured = {}
         for rows in track(batches, "measuring rounds", console=console, transient=True, disable=console is None):
-            self.pacing.measured(self.runner, rows, False, self.team.choices)
+            measured[rows] = self.pacing.measured(self.runner, rows, False, self.team.choices)
+        for rows, costs in no_dearer_with_fewer_rows(measured).items():
+            self.trials[rows] = Trials()
+            self.trials[rows].costs = costs
 
     def costs(self, rows: int) -> RoundCosts:
         """Returns the costs of a batch size so far."""

@@ -11,26 +11,30 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
 from tilewright.runtime.interfaces import PLAIN, Choice
 
 MEMORY = 64.0
-"""Tokens of a row after which an observation's weight has decayed to 1/e."""
+"""Tokens of a row after which an observation's weight in a request has decayed to 1/e."""
+REQUESTS = 16.0
+"""Requests after which the weight of a request's acceptance in the expectation of new ones has decayed to 1/e."""
 PRIOR_WEIGHT = 2.0
 """Weight of the expected acceptance, in observed rounds of a row."""
 OPTIMISM = 0.7
 """Expected acceptance of the first drafter's drafts before any was observed. Acceptance measured in training replaces it."""
 CAUTION = 0.3
 """Expected acceptance of the other drafters: trying each of several drafters costs more than most texts give back."""
+EARLIER_WEIGHT = 4.0
+"""Weight of the acceptance of earlier requests, in observed rounds of a row."""
 EXPLORATION = 0.005
-"""Share of the time that may be lost by trying drafters that are off."""
+"""Share of the time that may be lost by trying drafters that are off, for one row. A trial of more rows needs fewer rounds."""
 ROUNDS_PER_CHOICE = 16
 """Rounds between two choices; more where a dispatch is expensive (see `DISPATCHING`)."""
 TRIAL_ROUNDS = 4
-"""Rounds of a trial."""
+"""Rounds of a trial, summed over the rows."""
 DISPATCHING = 0.025
 """Largest share of the time that the fixed cost of dispatches may take."""
 PACE_GAIN = 0.5
@@ -86,10 +90,14 @@ def estimated(costs: Mapping[Choice, Cost], choice: Choice) -> Cost:
 class Acceptance:
     """Acceptance of one drafter's drafts by position, with exponential forgetting.
 
+    A new request is expected to accept what earlier requests did, until it has rounds of its own: a drafter that was useless
+    for the last request may suit this one.
+
     Attributes:
         reached: rounds of a row that drafted the position and accepted all drafts before it, `[positions]`.
         accepted: those of `reached` that accepted the position, too.
         rounds, idle: all rounds of a row, and those in which the drafter was idle (see `Cost`).
+        earlier: the four counts of earlier requests: `[positions]`, `[positions]`, and numbers.
     """
 
     def __init__(self, positions: int, expected: float | tuple[float, ...] = OPTIMISM):
@@ -101,6 +109,7 @@ class Acceptance:
         self.accepted = np.zeros(positions)
         self.rounds = 0.0
         self.idle = 0.0
+        self.earlier = (np.zeros(positions), np.zeros(positions), 0.0, 0.0)
         self.prior = expected
 
     def observe(
@@ -123,28 +132,63 @@ class Acceptance:
         self.rounds = decay * self.rounds + len(accepted) / rows
         self.idle = decay * self.idle + (len(accepted) - len(found)) / rows
 
-    def rates(self) -> list[float]:
-        """Returns each position's acceptance, given that all drafts before it were accepted.
+    def begin_request(self, rows: int) -> None:
+        """Moves a request's share of the counts to `earlier`: that of one of `rows` rows, which a new request replaces."""
+        share = 1 / rows
+        decay = math.exp(-share / REQUESTS)
+        reached, accepted, rounds, idle = self.earlier
+        self.earlier = (
+            decay * reached + share * self.reached,
+            decay * accepted + share * self.accepted,
+            decay * rounds + share * self.rounds,
+            decay * idle + share * self.idle,
+        )
+        self.reached *= 1 - share
+        self.accepted *= 1 - share
+        self.rounds *= 1 - share
+        self.idle *= 1 - share
 
-        A position with few observations is drawn to its expected acceptance, plus half of the position before's deviation.
-        """
-        rates = []
-        expected = self.prior if isinstance(self.prior, tuple) else None
-        before = expected[0] if expected is not None else cast(float, self.prior)
-        for place, (reached, accepted) in enumerate(zip(self.reached.tolist(), self.accepted.tolist(), strict=True)):
-            prior = before
-            if expected is not None:
-                prior = min(max(expected[place] + (before - expected[max(place - 1, 0)]) / 2, 0.0), 1.0)
-            before = (accepted + PRIOR_WEIGHT * prior) / (reached + PRIOR_WEIGHT)
-            rates.append(before)
-        return rates
+    def rates(self) -> list[float]:
+        """Returns each position's acceptance, given that all drafts before it were accepted."""
+        reached, accepted, _, _ = self.earlier
+        if not reached.any():
+            return drawn_rates(self.reached, self.accepted, self.prior, PRIOR_WEIGHT)
+        prior = drawn_rates(reached, accepted, self.prior, PRIOR_WEIGHT)
+        return drawn_rates(self.reached, self.accepted, prior, EARLIER_WEIGHT)
 
     def accepted_drafts(self) -> list[float]:
         """Returns the expected number of accepted drafts in blocks of 1, 2, ... tokens."""
         return list(accumulate(accumulate(self.rates(), operator.mul), initial=0.0))
 
     def idle_share(self, expected: float = 0.0) -> float:
-        return (self.idle + PRIOR_WEIGHT * expected) / (self.rounds + PRIOR_WEIGHT)
+        _, _, rounds, idle = self.earlier
+        weight = PRIOR_WEIGHT
+        if rounds:
+            expected = (idle + PRIOR_WEIGHT * expected) / (rounds + PRIOR_WEIGHT)
+            weight = EARLIER_WEIGHT
+        return (self.idle + weight * expected) / (self.rounds + weight)
+
+
+def drawn_rates(reached: np.ndarray, accepted: np.ndarray, prior: float | Sequence[float], weight: float) -> list[float]:
+    """Returns each position's acceptance, given that all drafts before it were accepted.
+
+    A position with few observations is drawn to its expected acceptance, plus half of the position before's deviation.
+
+    Args:
+        reached, accepted: counts; see `Acceptance`.
+        prior: expected acceptance; see `Acceptance`.
+        weight: weight of the expected acceptance, in rounds.
+    """
+    rates = []
+    expected = prior if isinstance(prior, Sequence) else None
+    before = prior[0] if isinstance(prior, Sequence) else prior
+    for place, (count, agreed) in enumerate(zip(reached.tolist(), accepted.tolist(), strict=True)):
+        mean = before
+        if expected is not None:
+            mean = min(max(expected[place] + (before - expected[max(place - 1, 0)]) / 2, 0.0), 1.0)
+        before = (agreed + weight * mean) / (count + weight)
+        rates.append(before)
+    return rates
 
 
 class History:
@@ -180,6 +224,11 @@ class History:
         self.factors = dict.fromkeys(names, 1.0)
         self.off = dict.fromkeys(names, 0.0)
         self.budget = 0.0
+
+    def begin_request(self, rows: int) -> None:
+        """Prepares for a new request among `rows` running ones."""
+        for acceptance in (*self.drafter_acceptance.values(), *self.counterfactual.values()):
+            acceptance.begin_request(rows)
 
     def acceptance(self, choice: Choice) -> Acceptance:
         return self.counterfactual.get(choice, self.drafter_acceptance[choice.drafter])
@@ -274,11 +323,12 @@ class Policy:
         if off:
             name = max(off, key=lambda drafter: (self.history.off[drafter], drafter))
             tried = self.best({choice: each for choice, each in outlook.items() if choice.drafter == name})
-            lost = TRIAL_ROUNDS * (outlook[tried].seconds - outlook[tried].tokens / outlook[best].rate) + self.dispatch
+            rounds = math.ceil(TRIAL_ROUNDS / self.rows)
+            lost = rounds * (outlook[tried].seconds - outlook[tried].tokens / outlook[best].rate) + self.dispatch
             if lost <= self.history.budget:
                 self.history.budget -= lost
                 self.history.off[name] = 0.0
-                return RoundPlan(tried, min(TRIAL_ROUNDS, most), is_trial=True)
+                return RoundPlan(tried, min(rounds, most), is_trial=True)
         least = math.ceil(self.dispatch / (DISPATCHING * outlook[best].seconds))
         return RoundPlan(best, min(max(ROUNDS_PER_CHOICE, least), most))
 
@@ -312,7 +362,7 @@ class Policy:
             acceptance.observe(choice.width, drafted[running], accepted[running], rows, from_ngrams[running])
         self.rows = max(1, int(np.sum(running[-1:])))
         spent = self.dispatch + rounds * self.cost(choice).expected(idle / max(rounds, 1))
-        history.budget += EXPLORATION * spent
+        history.budget += EXPLORATION / self.rows * spent
         for name in history.off:
             history.off[name] = 0.0 if name == choice.drafter else history.off[name] + spent
         if seconds is not None and rounds:
