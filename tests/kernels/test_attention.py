@@ -17,7 +17,7 @@ from tilewright.kernels.attention import cpu, reference, xla
 from tilewright.kernels.attention.xla import KeyValues
 from tilewright.kernels.heads.cpu import norm_rotate
 from tilewright.kernels.linear.cpu import Joint
-from tilewright.kernels.masks import causal_from
+from tilewright.kernels.masks import AttentionMask, causal_from, packed
 from tilewright.kernels.operations import Heads, KeyValueRows, Norm, Scores
 from tilewright.kernels.select import PLAIN, operations
 
@@ -185,6 +185,32 @@ def test_a_query_gets_the_same_bits_alone(seed: int, dtype):
         one = [x[row : row + 1] for x in cast]
         alone = run(one[0][:, at : at + 1], *one[1:], jnp.asarray(lengths[row : row + 1, at : at + 1]))
         np.testing.assert_array_equal(np.asarray(alone.astype(jnp.float32))[0, 0], whole[row, at])
+
+
+@needs_native
+@given(seeds, st.sampled_from([jnp.float32, jnp.bfloat16]))
+def test_a_node_of_a_tree_gets_the_bits_of_a_chain(seed: int, dtype):
+    """Compares nodes, whose keys are beside the cache, with the last query of a chain of their ancestors, all of it cached."""
+    if dtype == jnp.bfloat16 and native.kernels().isa == "amx":
+        pytest.skip("tiles sum values in pairs of neighbouring keys")
+    rng = np.random.default_rng(seed)
+    nodes, d, context, slots = 12, 32, int(rng.integers(1, 60)), 80
+    q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((1, nodes, 4, d), *[(1, 2, slots, d)] * 2))
+    own = [jnp.asarray(rng.normal(size=(1, 2, nodes, d)), dtype) for _ in range(2)]
+    parents = [0, *(int(rng.integers(0, n)) for n in range(1, nodes))]
+    above = np.eye(nodes, dtype=bool)
+    for n in range(1, nodes):
+        above[n] |= above[parents[n]]
+    mask = AttentionMask(jnp.full((1, 1), context, jnp.int32), packed(jnp.asarray(above[None])))
+    tree = jax.jit(cpu.attend)(q, KeyValueRows(k, v), mask, tuple(own))
+    chain = jax.jit(by_lengths(cpu.attend))
+    for n in range(nodes):
+        path = np.flatnonzero(above[n])
+        keys = [
+            held.at[:, :, context : context + len(path)].set(new[:, :, path]) for held, new in zip((k, v), own, strict=True)
+        ]
+        alone = chain(q[:, n : n + 1], *keys, jnp.full((1, 1), context + len(path), jnp.int32))
+        np.testing.assert_array_equal(np.asarray(alone[0, 0], np.float32), np.asarray(tree[0, n], np.float32))
 
 
 @needs_native

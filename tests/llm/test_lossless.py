@@ -68,6 +68,10 @@ def dspark(folder: Path, pair: Pair) -> LanguageModel:
     return build(folder, as_dspark(pair, strength=0.3), table=TABLE, block_size=4)
 
 
+def tree(folder: Path, pair: Pair) -> LanguageModel:
+    return build(folder, as_dflash2(pair, strength=0.3), table=TABLE, tree_nodes=(8,))
+
+
 def lilicorr(folder: Path, pair: Pair) -> LanguageModel:
     return build(folder, as_lilicorr(pair, lilicorr_logit_scale=4.0), table=TABLE)
 
@@ -92,6 +96,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 DRAFTERS: dict[str, Callable[[Path, Pair], LanguageModel]] = {
     "dflash": dflash,
     "dflash2": dflash2,
+    "tree": tree,
     "dspark": dspark,
     "lilicorr": lilicorr,
     "eagle3": eagle3,
@@ -101,7 +106,7 @@ DRAFTERS: dict[str, Callable[[Path, Pair], LanguageModel]] = {
 """How to load the target of a pair with each kind of drafter; what weights these have is random."""
 
 
-AT_LENGTH = ("dflash2", "dspark", "lilicorr", "mtp", "ngram")
+AT_LENGTH = ("dflash2", "tree", "dspark", "lilicorr", "mtp", "ngram")
 
 
 # With these at length only: `test_drafters.py` holds their tokens to those of plain decoding too.

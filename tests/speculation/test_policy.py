@@ -38,7 +38,7 @@ def run(policy: Policy, rates: Mapping[str, float], tokens: int, seed: int = 0) 
     while left > 0:
         choice, rounds, _ = policy.next(min(64, -(-left // 8)))
         drafts = choice.width - 1
-        agreed = rng.random((rounds, 1, drafts)) < rates.get(choice.drafter, 0.0)
+        agreed = rng.random((rounds, 1, drafts)) < rates.get(str(choice), rates.get(choice.drafter, 0.0))
         accepted = np.cumprod(agreed, axis=2).sum(axis=2)
         policy.observe(choice, np.full((rounds, 1), drafts), accepted, np.ones((rounds, 1), bool))
         counts[choice] = counts.get(choice, 0) + rounds
@@ -483,3 +483,47 @@ def test_a_trial_that_took_longer_than_expected_delays_the_next():
         raise AssertionError("the drafter was never tried again")
 
     assert 0 < 1.2 * steps_between(1.0) < steps_between(2.0)
+
+
+TREES = [Choice("dflash", 8, 8), Choice("dflash", 16, 16), Choice("dflash", 16, 32)]
+
+
+def grown(costs: Mapping[Choice, Cost]) -> Policy:
+    return Policy(History({"dflash": 16}, trees=TREES), costs, costs)
+
+
+@pytest.mark.parametrize(("rates", "best"), [((0.5, 0.52, 0.54), 0), ((0.5, 0.68, 0.7), 1), ((0.5, 0.6, 0.8), 2)])
+def test_the_fastest_tree_is_found(rates: Sequence[float], best: int):
+    costs = {**FLAT, **dict(zip(TREES, map(Cost, (1.45, 1.6, 1.9)), strict=True))}
+    accepted = {"dflash": 0.4, **dict(zip(map(str, TREES), rates, strict=True))}
+    counts = run(grown(costs), accepted, 6000)
+    fastest = max(TREES, key=lambda tree: expected_tokens(accepted[str(tree)], tree.width) / costs[tree].drafting)
+    assert fastest == TREES[best]
+    assert mostly(counts) == fastest
+
+
+def test_trees_that_accept_no_more_cost_a_few_percent():
+    """A tree costs more than the chain, and every tree is tried now and then."""
+    costs = {**FLAT, **dict(zip(TREES, map(Cost, (1.6, 2.0, 3.0)), strict=True))}
+    policy = grown(costs)
+    counts = run(policy, {"dflash": 0.6}, 6000)
+    assert mostly(counts) in WIDE
+    rounds = sum(counts.values())
+    chain = max(expected_tokens(0.6, choice.width) for choice in WIDE) / 1.4
+    assert seconds(counts, costs) < 1.06 * 6000 / chain
+    assert 0 < sum(counts.get(tree, 0) for tree in TREES) < 0.1 * rounds
+
+
+def test_a_larger_tree_is_expected_to_hold_a_smaller_one():
+    """Before it ran; the first tree is expected to accept more than the chain."""
+    costs = {**FLAT, **dict(zip(TREES, map(Cost, (1.6, 2.0, 3.0)), strict=True))}
+    policy = grown(costs)
+    policy.observe(WIDE[-1], np.full((40, 1), 15), np.full((40, 1), 2), np.ones((40, 1), bool))
+    chain, *trees = (policy.outlook([choice])[choice].tokens for choice in (WIDE[-2], *TREES))
+    assert chain < trees[0] < trees[1] < trees[2] < 2 * chain
+    policy.observe(TREES[0], np.full((40, 1), 7), np.full((40, 1), 4), np.ones((40, 1), bool))
+    observed = [policy.outlook([choice])[choice].tokens for choice in TREES]
+    assert observed[0] == pytest.approx(5, abs=0.3)
+    assert observed[0] < observed[1] < observed[2]
+    # The cost of a tree that was not measured follows from the numbers of nodes.
+    assert estimated({PLAIN: Cost(1.0), TREES[0]: Cost(2.0)}, TREES[2]).drafting == pytest.approx(1 + 31 / 7)

@@ -378,6 +378,7 @@ class TargetOptions(LoadOptions):
             suffix_corpus=options.suffix_corpus,
             lora=self.adapter_folders,
             decoding=decoding,
+            tree_nodes=options.tree_nodes,
         )
         runs = implementations(lm.target, lm.model.dtype, kernels=self.kernels, operations=DECODING, kv_dtype=self.kv_dtype)
         print_fallbacks(runs)
@@ -418,11 +419,14 @@ class DraftingSettings:
         dtype: dtype of the drafter, which does not change the output. By default as --dtype.
         suffix_corpus: texts that the drafters "suffix" and "auto" search besides a row's own text: a text file, or JSONL with
             "text", "messages" or answers. 15 bytes of memory for each token.
+        tree_nodes: numbers of nodes of trees of drafts, the last token included, for drafters of the DFlash family: each is one
+            more kind of round to choose from; with a block size, one tree as deep as the block. By default none.
     """
 
     window: int | None = None
     dtype: str | None = None
     suffix_corpus: Path | None = None
+    tree_nodes: tuple[int, ...] = ()
 
 
 @option_class(group=MODEL)
@@ -471,7 +475,13 @@ class ModelOptions(TargetOptions):
         decoding: Way | None = None,
     ) -> LanguageModel:
         drafting = self.drafting
-        options = DrafterOptions(self.block_size, drafting.window, drafting.dtype, suffix_corpus=drafting.suffix_corpus)
+        options = DrafterOptions(
+            self.block_size,
+            drafting.window,
+            drafting.dtype,
+            suffix_corpus=drafting.suffix_corpus,
+            tree_nodes=drafting.tree_nodes,
+        )
         denoises = decoding == "blocks" or denoises_blocks(self.folder(console))
         drafter = "none" if denoises and self.drafter is None else self.drafter_name
         return self.load_with(drafter, console, devices, context, options, decoding)

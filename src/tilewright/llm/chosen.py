@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tilewright.kernels.operations import is_batch_invariant
 from tilewright.llm.acceptance import Row
 from tilewright.llm.language_model import LanguageModel
-from tilewright.runtime.interfaces import PLAIN, Drafter
+from tilewright.runtime.interfaces import PLAIN, Choice, Drafter
 from tilewright.runtime.output import OutputProcessor, Result
 from tilewright.speculation.policy import Policy
 from tilewright.speculation.team import Team
@@ -33,10 +33,15 @@ def chosen_figures(lm: LanguageModel, responses: Sequence[Result]) -> Row | None
         of_choice = [each for each in rounds if each[0] == choice]
         if of_choice:
             tokens = sum(added for _, added, _, _ in of_choice)
-            about = {"drafter": choice.drafter, "block_size": choice.width, "rounds": len(of_choice), "tokens": tokens}
+            about = {**named(choice), "rounds": len(of_choice), "tokens": tokens}
             about["share_of_rounds"] = len(of_choice) / len(rounds)
             choices.append({**about, "tokens_per_round": tokens / len(of_choice)})
     return {"widths": exactness(lm), "choices": choices, "costs": shapes}
+
+
+def named(choice: Choice) -> Row:
+    """Returns the fields that name a kind of round."""
+    return {"drafter": choice.drafter, "block_size": choice.width, "tree_nodes": choice.nodes}
 
 
 def round_drafters(row: Result | OutputProcessor, drafter: Drafter | None) -> list[str]:
@@ -63,7 +68,7 @@ def cost_rows(team: Team, policy: Policy) -> list[Row]:
     rows = []
     for choice, expected in outlook.items():
         cost = policy.cost(choice)
-        about = {"drafter": choice.drafter, "block_size": choice.width, "measured": choice in policy.costs}
+        about = {**named(choice), "measured": choice in policy.costs}
         about |= {"round_ms": 1000 * cost.drafting, "idle_ms": None if cost.idle is None else 1000 * cost.idle}
         about |= {"round_cost_steps": expected.seconds / plain, "expected_tokens_per_round": expected.tokens}
         rows.append({**about, "expected_speedup": expected.rate * plain})

@@ -324,11 +324,13 @@ class LanguageModel:
         See `drafters.load.load_drafter`.
         """
         check_sources(source, options)
+        if options.tree_nodes:
+            self.check_trees()
         if source is None or (isinstance(source, str) and options.block_size not in AUTO):
             return self.load_one_drafter(source, options, console)
         sources = [source] if isinstance(source, str) else list(source)
         fixed = isinstance(options.block_size, int)
-        member_options = options if fixed else replace(options, block_size=None)
+        member_options = replace(options, block_size=options.block_size if fixed else None, tree_nodes=())
         loaded = [self.load_one_drafter(each, member_options.fitting(each), console) for each in sources]
         drafters, params = zip(*loaded, strict=True)
         # With another number of rows, partial sums are added in another order.
@@ -337,7 +339,26 @@ class LanguageModel:
         if self.placement is None:
             alike = is_batch_invariant(self.ops, self.dtype, self.kv_dtype, self.target.needs_xla, self.quantised)
         masked = options.block_size != AUTO[1] and not alike
-        return Team(ngrams_first(drafters), () if fixed else self.table.widths, masked), params
+        if options.tree_nodes and options.block_size != AUTO[1] and (masked or not self.rounds_alike_in_trees):
+            raise ValueError(f"expected no trees, or a block size of {AUTO[1]}, since the target rounds otherwise in a tree")
+        return Team(ngrams_first(drafters), () if fixed else self.table.widths, masked, options.tree_nodes), params
+
+    @property
+    def rounds_alike_in_trees(self) -> bool:
+        """True if attention adds up the same numbers for a node of a tree as for a token of a chain, or only in another order.
+
+        8-bit keys and values are rounded before tree attention reads them. AMX sums values in pairs of neighbouring keys.
+        """
+        return self.kv_dtype == "auto" and not (self.ops.name == "cpu amx" and self.dtype == "bfloat16")
+
+    def check_trees(self) -> None:
+        """Raises a `ValueError` if the target cannot run trees."""
+        if self.target.delta is not None:
+            raise ValueError(
+                "expected no trees, since layers of linear attention have one state for a row, not one for a branch"
+            )
+        if self.placement is not None:
+            raise ValueError("expected no trees, since the target is sharded over a mesh")
 
     def load_one_drafter(self, source: str | None, options: DrafterOptions, console: Console | None) -> tuple[Any, Any]:
         """Reads one drafter, and its corpus if it has one."""
@@ -788,6 +809,7 @@ def load(
     context: int | None = None,
     lora: Mapping[str, str | Path] | None = None,
     decoding: Way | None = None,
+    tree_nodes: Sequence[int] = (),
 ) -> LanguageModel:
     """Loads a target and, optionally, a drafter.
 
@@ -827,6 +849,8 @@ def load(
         context: the most positions of later requests. They select LongRoPE's factors for a Phi model.
         decoding: "blocks" denoises blocks, for a model that also decodes token by token, such as Nemotron-Labs-Diffusion;
             "tokens" decodes token by token, the default for such a model.
+        tree_nodes: numbers of nodes of trees of drafts, the last token included, for drafters that draft trees: with a block
+            size of "auto" each is one more kind of round to choose from; with a number, one tree as deep as the block.
 
     Raises:
         ValueError: invalid files, a drafter that does not fit the target, sizes that the mesh does not divide, or a way of
@@ -839,7 +863,10 @@ def load(
     source = drafter if drafter is None else str(drafter) if isinstance(drafter, str | Path) else [str(one) for one in drafter]
     size = chosen_block_size(drafter, block_size)
     corpus = None if suffix_corpus is None else Path(suffix_corpus)
-    options = DrafterOptions(size, draft_window, drafter_dtype, revision=drafter_revision, suffix_corpus=corpus)
+    trees = tuple(tree_nodes)
+    options = DrafterOptions(
+        size, draft_window, drafter_dtype, revision=drafter_revision, suffix_corpus=corpus, tree_nodes=trees
+    )
     check_sources(source, options)
     folder = target_folder(str(model), revision, console)
     config = checkpoint.decoder_config(folder)

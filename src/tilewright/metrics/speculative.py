@@ -181,7 +181,8 @@ CHOSEN = (
     Metric(
         "choices",
         "",
-        "for each `drafter` and `block_size` of the last repetition: `rounds`, `tokens`, `share_of_rounds`, `tokens_per_round`",
+        "for each `drafter`, `block_size` and `tree_nodes` (0 for chains) of the last repetition: `rounds`, `tokens`, "
+        "`share_of_rounds`, `tokens_per_round`",
     ),
     Metric(
         "costs",

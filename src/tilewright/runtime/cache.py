@@ -24,13 +24,16 @@ from tilewright.kernels.operations import (
     PLAIN_SCORES,
     UNMAPPED,
     Heads,
+    KeyValuePages,
     KeyValueRows,
     Operations,
     PagedCache,
     Pool,
     Projection,
+    Quantised,
     Scores,
 )
+from tilewright.kernels.paged.quantise import dequantise, quantise
 
 
 @runtime_checkable
@@ -78,6 +81,10 @@ class CausalCache(KVCache, Protocol):
 
     def attend_projected(self, ops: Operations, projection: Projection, heads: Heads, mask: AttentionMask) -> tuple[Array, Any]:
         """Appends a projection's keys and values behind each row's context, and attends; see `Operations.attend_projected`."""
+        ...
+
+    def as_held(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Returns keys and values as they are read from the cache after an append: rounded, if its entries have 8 bits."""
         ...
 
 
@@ -143,6 +150,9 @@ class Contiguous(InRows):
     ) -> tuple[Array, "Contiguous"]:
         out, after = ops.attend_projected(ops, projection, heads, KeyValueRows(self.k, self.v), mask)
         return out, Contiguous(*after)
+
+    def as_held(self, k: Array, v: Array) -> tuple[Array, Array]:
+        return k, v
 
 
 @jax.tree_util.register_dataclass
@@ -244,6 +254,13 @@ class Paged:
         scores: Scores = PLAIN_SCORES,
     ) -> Float[Array, "B T N D"]:
         return ops.attend(q, PagedCache(self.pool, self.table), mask, block_kv, scores)
+
+    def as_held(
+        self, k: Float[Array, "B K T D"], v: Float[Array, "B K T D"]
+    ) -> tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]]:
+        if not isinstance(self.pool, KeyValuePages) or not isinstance(self.pool.k, Quantised):
+            return k, v
+        return dequantise(quantise(k), k.dtype), dequantise(quantise(v), v.dtype)
 
     def visible(self, stop: Int[Array, " B"]) -> Int[Array, " B"]:
         return jnp.minimum(stop, select.mapped_entries(self.table, self.pool.page_size))

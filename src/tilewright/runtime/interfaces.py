@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Int
 from rich.console import Console
 
+from tilewright.runtime import trees
 from tilewright.runtime.layout import Layout
 from tilewright.runtime.state import DecodeState, Models, StepInfo, Target
 
@@ -27,14 +28,33 @@ class Choice:
 
     Attributes:
         drafter: the drafter's name; "none" for plain decoding.
-        width: tokens in its block, the last committed token included; 1 for plain decoding.
+        width: the most tokens that a round commits: those of its block, the last committed token included, or of the longest
+            path of its tree; 1 for plain decoding.
+        nodes: nodes of its tree, the last committed token included; 0 for a chain.
     """
 
     drafter: str
     width: int
+    nodes: int = 0
+
+    @property
+    def verified(self) -> int:
+        """Tokens of a row that the target runs in a round."""
+        return self.nodes or self.width
+
+    @property
+    def kind(self) -> str:
+        """The drafter's name, and for a tree its number of nodes: blocks of all widths are of one kind."""
+        return f"{self.drafter} tree {self.nodes}" if self.nodes else self.drafter
+
+    def differs_in_width(self, other: "Choice") -> bool:
+        """True for chains of one drafter, and for trees of one drafter."""
+        return self.drafter == other.drafter and bool(self.nodes) == bool(other.nodes)
 
     def __str__(self) -> str:
-        return "plain" if self == PLAIN else f"{self.drafter}, block {self.width}"
+        if self == PLAIN:
+            return "plain"
+        return f"{self.drafter}, tree {self.nodes}" if self.nodes else f"{self.drafter}, block {self.width}"
 
 
 PLAIN = Choice("none", 1)
@@ -64,6 +84,11 @@ class Drafter(Protocol):
     @property
     def block_size(self) -> int:
         """Tokens in its widest block, the last committed token included."""
+        ...
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of its largest tree, the last committed token included; 0 if it drafts chains only."""
         ...
 
     @property
@@ -134,6 +159,11 @@ class Variant(Drafter, Protocol):
     """Drafter in rounds of one kind."""
 
     @property
+    def branches(self) -> bool:
+        """True if the drafter can draft trees."""
+        ...
+
+    @property
     def expected_acceptance(self) -> tuple[float, ...]:
         """Acceptance rate of each draft behind accepted ones, as measured in training; empty if unknown."""
         ...
@@ -155,9 +185,21 @@ class Variant(Drafter, Protocol):
         """Drafts the tokens behind the last committed token."""
         ...
 
+    def propose_tree(self, target: Target, models: Models, state: DecodeState) -> trees.Proposal:
+        """Drafts trees of `nodes` nodes behind the last committed token; only called if `nodes` is not 0."""
+        ...
+
 
 class OneKind:
-    """Base of drafters whose rounds are all of one kind and leave a complete context."""
+    """Base of drafters whose rounds are all of one kind and leave a complete context.
+
+    Attributes:
+        branches: True if the drafter can draft trees.
+        nodes: nodes of its trees; 0 for chains.
+    """
+
+    branches = False
+    nodes = 0
 
     @property
     def expected_acceptance(self) -> tuple[float, ...]:
@@ -184,6 +226,9 @@ class OneKind:
 
     def complete_context(self, target: Target, models: Models, state: DecodeState) -> DecodeState:
         return state
+
+    def propose_tree(self, target: Target, models: Models, state: DecodeState) -> trees.Proposal:
+        raise ValueError("expected a drafter that drafts trees, found one that drafts chains only")
 
 
 @runtime_checkable

@@ -27,6 +27,7 @@ from tilewright.runtime.sampling import (
     temper,
     threshold,
 )
+from tilewright.runtime.trees import DraftTree
 
 Tree = TypeVar("Tree")
 
@@ -181,10 +182,12 @@ def sample_each(
     history: PenaltyHistory,
     positions: Int32[Array, "B T"],
     asking: Bool[Array, " B"],
+    tree: DraftTree | None = None,
 ) -> Int32[Array, "B T"]:
     """Draws each row's tokens at `positions`: the same tokens as a program for that row alone.
 
-    A row that draws has valid tokens up to the first one that differs from the block's next token; the others are undefined.
+    A row that draws has valid tokens up to the first one that differs from the block's next token, or along the path that its
+    tokens take through its tree; the others are undefined.
 
     Args:
         asking: rows that need tokens; the tokens of other rows are undefined and cost nothing.
@@ -196,7 +199,8 @@ def sample_each(
     together = drawn_together(batch, slots)
 
     def penalise_row(row: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
-        changed = penalise(inputs[0], slice_row(row, rows), *slice_row(row, history))
+        branches = {} if tree is None else {"tree": slice_row(row, tree)}
+        changed = penalise(inputs[0], slice_row(row, rows), *slice_row(row, history), **branches)
         return changed, argmax(changed)
 
     def row_logits(row: Array, tokens: Array) -> tuple[Array, Array]:
@@ -212,9 +216,10 @@ def sample_each(
         else:
             empty = jnp.zeros((together, *logits.shape[1:]))
             group_logits, best = jax.lax.fori_loop(0, count, add_row, (empty, tokens[members]))
-        arrays = rows, positions, history.block
-        settings, places, block = jax.tree.map(lambda each: jnp.asarray(each)[members], arrays)
-        found = draw_slots(group_logits, settings, places, block, kind == 2, best, kind > 0)
+        arrays = rows, positions, history.block, None if tree is None else tree.parents
+        settings, places, block, parents = jax.tree.map(lambda each: jnp.asarray(each)[members], arrays)
+        branches = () if parents is None else (parents,)
+        found = draw_slots(group_logits, settings, places, block, kind == 2, best, kind > 0, *branches)
         return jax.lax.fori_loop(0, count, lambda k, tokens: set_row(tokens, slice_row(k, found), members[k]), tokens)
 
     greedy = jnp.any(asking & ~penalised & ~drawn)
@@ -236,17 +241,23 @@ def draw_slots(
     filtering: Bool[Array, ""],
     best: Int32[Array, "B T"],
     drawing: Bool[Array, ""],
+    parents: Int32[Array, "B T"] | None = None,
 ) -> Int32[Array, "B T"]:
     """Draws the tokens of one row slot by slot, up to the first that differs from the block's next token; or of one-slot rows.
 
     Args:
         best: result if they are not `drawing`.
+        parents: for a tree, see `DraftTree.parents`: the slot behind another one is the child with its token.
     """
 
     def draw_slot(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         slot, tokens, _ = carry
         slot_logits, place = (jax.lax.dynamic_slice_in_dim(each, slot, 1, axis=1) for each in (logits, positions))
         token = draw(*tied((slot_logits, rows, place), slot), filtering)
+        if parents is not None:
+            is_next = (parents[0] == slot) & (block[0] == token[0, 0])
+            drawn = jax.lax.dynamic_update_slice_in_dim(tokens, token, slot, 1)
+            return jnp.argmax(is_next).astype(slot.dtype), drawn, jnp.any(is_next)
         following = jax.lax.dynamic_slice_in_dim(block, jnp.minimum(slot + 1, block.shape[1] - 1), 1, axis=1)
         more = (slot + 1 < block.shape[1]) & (token == following)[0, 0]
         return slot + 1, jax.lax.dynamic_update_slice_in_dim(tokens, token, slot, 1), more

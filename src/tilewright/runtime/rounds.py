@@ -20,7 +20,19 @@ from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTable, ad
 from tilewright.runtime.constraints import Blocks
 from tilewright.runtime.interfaces import OneKind, Proposal, Variant
 from tilewright.runtime.layout import Layout
-from tilewright.runtime.state import DecodeState, Models, Step, StepInfo, Target, commit, last_token, verify
+from tilewright.runtime.state import (
+    DecodeState,
+    Models,
+    Step,
+    StepInfo,
+    Target,
+    commit,
+    last_token,
+    verify,
+    verify_tree,
+    with_path,
+)
+from tilewright.runtime.trees import accepted_nodes, along, path_of
 
 
 def autoregressive_step(target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
@@ -33,6 +45,8 @@ def autoregressive_step(target: Target, models: Models, state: DecodeState) -> t
 
 def speculative_round(drafter: Variant, target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
     """Runs a round: commits the accepted drafts and one more token from the target."""
+    if drafter.nodes:
+        return tree_round(drafter, target, models, state)
     return run_block(drafter, target, models, state, drafter.propose(target, models, state))
 
 
@@ -83,6 +97,23 @@ def verify_and_extend(
     after = drafter.extend(target, models, after, verified.taps, state.last_position, after.last_position)
     drafted, accepted = (jnp.where(state.done, 0, count) for count in (proposal.drafts, accepted))
     return after, StepInfo(verified.tokens, committed, drafted, accepted, verified.logprobs, proposal.from_ngrams)
+
+
+def tree_round(drafter: Variant, target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+    """Runs a round with trees: the target's own tokens choose a path, whose keys and values alone enter the caches."""
+    tree, from_ngrams = drafter.propose_tree(target, models, state)
+    verified = verify_tree(target, models.target, state, tree, drafter.tap_layers)
+    on_path = accepted_nodes(tree, verified.tokens)
+    path = path_of(tree, on_path, drafter.block_size)
+    accepted = jnp.sum(on_path, axis=1) - 1
+    tokens = along(path, verified.tokens)
+    after, committed = commit(target, state, tokens, accepted)
+    after = replace(after, target_cache=with_path(target, verified.entries, path, state.last_position, committed))
+    taps = tuple(along(path, tap) for tap in verified.taps)
+    after = drafter.extend(target, models, after, taps, state.last_position, after.last_position)
+    drafted, accepted = (jnp.where(state.done, 0, count) for count in (tree.drafts, accepted))
+    logprobs = jax.tree.map(partial(along, path), verified.logprobs)
+    return after, StepInfo(tokens, committed, drafted, accepted, logprobs, from_ngrams)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int, Int32
 
 from tilewright.kernels.select import argmax
 from tilewright.runtime.noise import gumbel
+from tilewright.runtime.trees import DraftTree
 
 SamplingMode = Literal["greedy", "any", "logprobs"]
 """The most general sampling of a program's rows: the most likely token; any `Sampling`; log-probabilities, too."""
@@ -257,14 +258,16 @@ def penalise(
     tokens: Int[Array, "B L"],
     last_position: Int[Array, " B"],
     block: Int[Array, "B T"],
+    tree: DraftTree | None = None,
 ) -> Float[Array, "B T V"]:
     """Applies biases, then penalties to logits: repetition first, then frequency and presence (vLLM's order).
 
     Tokens that would end a row before its `min_tokens` get -inf. The history of slot t is the row's tokens up to
     `last_position` and the block's tokens 1 to t: a slot is committed only if all drafts up to it were accepted, and then
-    exactly these precede it. The logits of a row without biases and penalties do not change.
+    exactly these precede it. In a tree, the drafts of slot t are those of its node and the nodes above. The logits of a row
+    without biases and penalties do not change.
     """
-    logits = adjust(logits, rows, last_position)
+    logits = adjust(logits, rows, last_position, tree)
     place = jnp.arange(tokens.shape[1])[None]
     slot = jnp.arange(block.shape[1])
     length = jnp.asarray(rows.prompt_length)[:, None]
@@ -272,7 +275,8 @@ def penalise(
     in_prompt = place < length
     since = (place >= length) & (place <= last_position[:, None])
     before = occurrences(tokens, jnp.stack([in_prompt, since], axis=1), logits.shape[-1])
-    drafted = jnp.broadcast_to((slot[None] > 0) & (slot[None] <= slot[:, None]), (*block.shape, len(slot)))
+    up_to = slot[None] <= slot[:, None] if tree is None else tree.ancestors
+    drafted = jnp.broadcast_to((slot[None] > 0) & up_to, (*block.shape, len(slot)))
     generated = before[:, 1:] + occurrences(block, drafted, logits.shape[-1])
     repetition, presence, frequency = (
         jnp.asarray(field)[:, None, None] for field in (rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty)
@@ -282,10 +286,13 @@ def penalise(
     return logits - frequency * generated.astype(logits.dtype) - presence * (generated > 0).astype(logits.dtype)
 
 
-def adjust(logits: Float[Array, "B T V"], rows: RowSampling, last_position: Int[Array, " B"]) -> Float[Array, "B T V"]:
-    """Adds each row's biases to logits; slot t has the logits of position `last_position + 1 + t`."""
+def adjust(
+    logits: Float[Array, "B T V"], rows: RowSampling, last_position: Int[Array, " B"], tree: DraftTree | None = None
+) -> Float[Array, "B T V"]:
+    """Adds each row's biases to logits; slot t has the logits of position `last_position + 1 + t`, in a tree by depth."""
     (batch, slots, _), tokens = logits.shape, jnp.asarray(rows.adjusted)
-    generated = last_position[:, None] + 1 + jnp.arange(slots) - jnp.asarray(rows.prompt_length)[:, None]
+    depths = jnp.arange(slots) if tree is None else tree.depths
+    generated = last_position[:, None] + 1 + depths - jnp.asarray(rows.prompt_length)[:, None]
     early = generated < jnp.asarray(rows.min_tokens)[:, None]
     added = jnp.asarray(rows.adjustment)[:, None]
     added = jnp.where(early[..., None] | (added > -jnp.inf), added, 0.0).astype(logits.dtype)

@@ -98,7 +98,11 @@ def state_bytes(target: Target, drafter: Drafter | None, layout: Layout, dtype: 
 
 
 def temporary_bytes(target: Target, table: ShapeTable, widest: int) -> int:
-    """Estimates the bytes of temporary buffers of programs on each device: logits, and activations between two layers."""
+    """Estimates the bytes of temporary buffers of programs on each device: logits, and activations between two layers.
+
+    Args:
+        widest: the most tokens of a row in a round.
+    """
     config = target.config
     devices = 1 if target.mesh is None else target.mesh.size
     tokens = max(table.chunks[-1], table.batches[-1] * widest)
@@ -190,7 +194,8 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     automata *= options.constraints and makes_masks(target)
     if options.pages is None and options.memory_fraction is not None:
         free = min_over_processes(target.mesh, free_bytes(None if target.mesh is None else target.mesh.devices.flat))
-        other = fixed + temporary_bytes(target, table, widest) + automata
+        nodes = 0 if drafter is None else drafter.nodes
+        other = fixed + temporary_bytes(target, table, max(widest, nodes)) + automata
         pages = pool.within(int(options.memory_fraction * free) - other, full)
         if pages * size < min(capacity, size + widest):
             raise ValueError(

@@ -24,6 +24,7 @@ from tilewright.runtime.cache import CausalCache
 from tilewright.runtime.logprobs import Logprobs, logprobs_of, no_logprobs
 from tilewright.runtime.per_row import PenaltyHistory, penalises, sample_each
 from tilewright.runtime.sampling import RowSampling, SamplingMode, penalise, sample
+from tilewright.runtime.trees import DraftTree, accepted_nodes, along
 
 NOT_FINITE = -1
 """Token id in place of a token whose logits are not finite; it ends its row."""
@@ -253,6 +254,78 @@ def verify(
     return Verified(jnp.where(finite, tokens, NOT_FINITE), ran.taps, replace(state, target_cache=ran.caches), logprobs)
 
 
+class TreeEntries(NamedTuple):
+    """Cache of a layer, and keys and values of a tree's nodes that are not in it, `[B, K, N, D]`."""
+
+    cache: Any
+    k: Array
+    v: Array
+
+
+def tree_attend(
+    tree: DraftTree, ops: Operations, projection: Projection, heads: Heads, span: Span, cache: CausalCache
+) -> tuple[Array, TreeEntries]:
+    """Attends from each node to the context, the node's ancestors and itself; the cache stays as it is.
+
+    See `decoder.Attend`.
+    """
+    q, k, v = ops.heads(projection, heads)
+    mask = AttentionMask(span.start[:, None], tree.bits, counts=span.count, window=heads.window)
+    out = cache.attend(ops, q, mask, cache.as_held(k, v), heads.scores)
+    return out.reshape(*q.shape[:2], -1), TreeEntries(cache, k, v)
+
+
+class VerifiedTree(NamedTuple):
+    """Result of the target for a tree.
+
+    Attributes:
+        tokens: the target's own token *behind* each node, `[B, N]`, or `NOT_FINITE`. Tokens behind nodes that the target's
+            tokens do not lead to may be undefined.
+        taps: auxiliary hidden states for the drafter, of all nodes.
+        entries: the layers' caches, and the nodes' keys and values.
+        logprobs: as in `Verified`, by node.
+    """
+
+    tokens: Array
+    taps: tuple[Array, ...]
+    entries: tuple[TreeEntries, ...]
+    logprobs: Logprobs | None = None
+
+
+def verify_tree(
+    target: Target, params: DecoderParams, state: DecodeState, tree: DraftTree, tap_layers: tuple[int, ...]
+) -> VerifiedTree:
+    """Runs a tree through the target in one pass, and draws the token behind each node. Writes nothing into the caches."""
+    nodes = tree.tokens.shape[1]
+    span = Span(state.last_position, jnp.where(state.done, 0, nodes), uncommitted=True)
+    ran = decoder.forward(
+        target.config,
+        target.ops,
+        params,
+        tree.tokens,
+        state.last_position[:, None] + tree.depths,
+        partial(tree_attend, tree),
+        span,
+        state.target_cache,
+        tap_layers,
+        target.schedule,
+        state.adapter,
+    )
+    tokens, logprobs = next_tokens(target, params, state, tree.tokens, ran.hidden, tree=tree)
+    finite = jnp.isfinite(jnp.sum(ran.hidden.astype(jnp.float32), axis=-1))
+    return VerifiedTree(jnp.where(finite, tokens, NOT_FINITE), ran.taps, ran.caches, logprobs)
+
+
+def with_path(
+    target: Target, entries: tuple[TreeEntries, ...], path: Int[Array, "B S"], start: Int[Array, " B"], count: Int[Array, " B"]
+) -> tuple[CausalCache, ...]:
+    """Writes the keys and values of a path's first `count` nodes into the layers' caches, from position `start` on."""
+    return tuple(
+        each.cache.append(target.ops, along(path, each.k, axis=2), along(path, each.v, axis=2), start, count)
+        for each in entries
+    )
+
+
 def next_tokens(
     target: Target,
     params: DecoderParams,
@@ -260,6 +333,7 @@ def next_tokens(
     block: Int[Array, "B T"],
     hidden: Array,
     masks: Array | None = None,
+    tree: DraftTree | None = None,
 ) -> tuple[Int[Array, "B T"], Logprobs | None]:
     """Returns the token behind each slot of a block, and log-probabilities for rows that want them.
 
@@ -269,9 +343,10 @@ def next_tokens(
     Args:
         hidden: the target's hidden states, `[B, T, H]`.
         masks: see `verify`. Masked logits, where logits are computed, are the input of everything that follows.
+        tree: tree whose nodes are the slots; None for a chain.
     """
     rows = state.sampling
-    after = block_positions(state.last_position + 1, block.shape[1])
+    after = state.last_position[:, None] + 1 + (jnp.arange(block.shape[1])[None] if tree is None else tree.depths)
     if target.sampling == "greedy":
         return decoder.most_likely(target.config, target.ops, params, hidden, target.schedule, masks), None
 
@@ -280,7 +355,7 @@ def next_tokens(
         return logits if masks is None else select.allowed(logits, masks)
 
     if not target.loops:
-        return sample(penalise(logits_of(), rows, state.tokens, state.last_position, block), rows, after), None
+        return sample(penalise(logits_of(), rows, state.tokens, state.last_position, block, tree), rows, after), None
     running = ~state.done
     asking = running & jnp.asarray(rows.wants_logprobs) & target.reports_logprobs
     drawing = running & (penalises(rows) | (jnp.asarray(rows.temperature) > 0))
@@ -292,11 +367,14 @@ def next_tokens(
 
     def row_by_row() -> tuple[Array, Logprobs | None]:
         logits = logits_of()
-        tokens = sample_each(logits, rows, PenaltyHistory(state.tokens, state.last_position, block), after, running)
+        history = PenaltyHistory(state.tokens, state.last_position, block)
+        tokens = sample_each(logits, rows, history, after, running, *(() if tree is None else (tree,)))
         if not target.reports_logprobs:
             return tokens, None
 
         def report() -> Logprobs:
+            if tree is not None:
+                return logprobs_of(logits, tokens, asking[:, None] & accepted_nodes(tree, tokens))
             agreed = jnp.cumprod((block[:, 1:] == tokens[:, :-1]).astype(jnp.int32), axis=1) > 0
             committed = jnp.pad(agreed, ((0, 0), (1, 0)), constant_values=True)
             return logprobs_of(logits, tokens, asking[:, None] & committed)

@@ -154,7 +154,7 @@ def no_dearer_when_narrower(costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
     """Lowers each cost to that of the drafter's wider blocks, and a step's to the lowest: disturbances only lengthen runs."""
     best = {**costs, PLAIN: Cost(min(cost.drafting for cost in costs.values()))}
     for choice in sorted(costs, reverse=True):
-        wider = [best[other].drafting for other in best if other.drafter == choice.drafter and other.width > choice.width]
+        wider = [best[other].drafting for other in best if other.differs_in_width(choice) and other.verified > choice.verified]
         drafting = min([best[choice].drafting, *wider])
         idle = best[choice].idle
         best[choice] = Cost(drafting, None if idle is None else min(idle, drafting))
@@ -341,7 +341,13 @@ class CostFiles:
     def write(self, about: Mapping[str, Any], costs: RoundCosts) -> None:
         """Writes costs to a file. Prints one line instead if the folder is unsafe or not writable."""
         rounds = [
-            {"drafter": choice.drafter, "width": choice.width, "drafting_s": cost.drafting, "idle_s": cost.idle}
+            {
+                "drafter": choice.drafter,
+                "width": choice.width,
+                "nodes": choice.nodes,
+                "drafting_s": cost.drafting,
+                "idle_s": cost.idle,
+            }
             for choice, cost in sorted(costs.rounds.items())
         ]
         content = {"made_on": self.made_on, "about": dict(about), "dispatch_s": costs.dispatch, "rounds": rounds}
@@ -367,7 +373,10 @@ def parsed(content: Any) -> RoundCosts:
     Raises:
         ValueError, TypeError, KeyError: `CostFiles.write` did not write this.
     """
-    rounds = {Choice(str(entry["drafter"]), int(entry["width"])): cost_of(entry) for entry in content["rounds"]}
+    rounds = {
+        Choice(str(entry["drafter"]), int(entry["width"]), int(entry.get("nodes", 0))): cost_of(entry)
+        for entry in content["rounds"]
+    }
     if PLAIN not in rounds:
         raise ValueError("expected the cost of plain decoding, found none")
     return RoundCosts(positive(content["dispatch_s"]), rounds)

@@ -251,11 +251,11 @@ class CallPacer(Pacer):
 
         They are one width of the first drafter and of every drafter whose acceptance training measured: a call is seldom long
         enough to pay for a program that it did not begin with. With known costs, the width is the one with the best outlook,
-        and the best of all choices is added.
+        and the best of all choices, trees included, is added.
         """
         drafted = self.team.choices[1:]
         names = {drafted[0].drafter} | {member.name for member in self.team.members if member.expected_acceptance}
-        widths = [[choice for choice in drafted if choice.drafter == name] for name in sorted(names)]
+        widths = [[choice for choice in drafted if choice.kind == name] for name in sorted(names)]
         stored_costs = self.pacing.stored_costs(self.programs, self.cost_key(rows))
         if stored_costs is None:
             narrow = jax.default_backend() == "cpu" and not self.team.masked

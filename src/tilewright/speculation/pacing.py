@@ -92,4 +92,5 @@ def new_history(team: Team) -> History:
         {member.name: member.block_size for member in members},
         {member.name: member.expected_acceptance for member in members},
         {member.name: member.ngram.name for member in members if isinstance(member, NGramsFirst)},
+        [choice for choice in team.choices if choice.nodes],
     )

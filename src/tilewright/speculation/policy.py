@@ -39,6 +39,11 @@ DISPATCHING = 0.025
 """Largest share of the time that the fixed cost of dispatches may take."""
 PACE_GAIN = 0.5
 """Learning rate of the machine's pace, which changes with the load."""
+BRANCHING = 0.85
+MORE_BRANCHES = 0.94
+"""Share of a chain's rejections that remains in a tree of `FEWEST_NODES` nodes, and at each doubling of the nodes, before any
+tree was observed. Found with SmolLM2-135M-Instruct and its DFlash 2 drafter."""
+FEWEST_NODES = 8
 COST_GAIN = 0.3
 """Learning rate of a drafter's cost relative to the pace, which changes slowly."""
 MOST_CORRECTION = 2.0
@@ -68,23 +73,23 @@ class Cost:
 
 
 def estimated(costs: Mapping[Choice, Cost], choice: Choice) -> Cost:
-    """Returns a choice's measured cost, or a linear interpolation over the measured widths of its drafter.
+    """Returns a choice's measured cost, or a linear interpolation over the measured widths of its drafter, chains or trees.
 
-    Plain decoding counts as width 1. Beyond the widest measured block, the last segment is extended. For a drafter without
-    a measurement, the other drafters' costs are used.
+    The width of a tree is its number of nodes. Plain decoding counts as width 1. Beyond the widest measured block, the last
+    segment is extended. For a drafter without a measurement, the other drafters' costs are used.
     """
     if choice in costs:
         return costs[choice]
-    measured = {other.width: cost for other, cost in costs.items() if other.drafter == choice.drafter}
+    measured = {other.verified: cost for other, cost in costs.items() if other.differs_in_width(choice)}
     idles = [cost.idle for cost in measured.values() if cost.idle is not None]
-    measured = measured or {other.width: cost for other, cost in costs.items() if other != PLAIN}
+    measured = measured or {other.verified: cost for other, cost in costs.items() if other != PLAIN}
     if not measured:
         return costs[PLAIN]
     points = sorted({PLAIN.width: costs[PLAIN].drafting, **{width: cost.drafting for width, cost in measured.items()}}.items())
     widths, seconds = (np.asarray(each, float) for each in zip(*points, strict=True))
     slope = max(0.0, (seconds[-1] - seconds[-2]) / (widths[-1] - widths[-2]))
-    beyond = max(0.0, choice.width - widths[-1])
-    return Cost(float(np.interp(choice.width, widths, seconds) + slope * beyond), min(idles, default=None))
+    beyond = max(0.0, choice.verified - widths[-1])
+    return Cost(float(np.interp(choice.verified, widths, seconds) + slope * beyond), min(idles, default=None))
 
 
 class Acceptance:
@@ -198,13 +203,15 @@ class History:
         drafters: name of each drafter and the tokens in its widest block, in order of preference.
         expected: acceptance by position that training measured (see `Variant.expected_acceptance`), for some drafters.
         first: for some drafters, the drafter that drafts in their place when it finds something (see `NGramsFirst`).
+        trees: choices with trees.
 
     Attributes:
-        drafter_acceptance: acceptance of each drafter.
+        drafter_acceptance: acceptance of each drafter's chains.
+        tree_acceptance: acceptance of trees, by depth.
         counterfactual: acceptance of n-gram rounds of one width, computed from the text.
-        factors: correction of each drafter's measured costs.
+        factors: correction of the measured costs of each kind of rounds (`Choice.kind`).
         budget: seconds that trials may still lose.
-        off: seconds since each drafter ran last.
+        off: seconds since each kind of rounds ran last.
     """
 
     def __init__(
@@ -212,6 +219,7 @@ class History:
         drafters: Mapping[str, int],
         expected: Mapping[str, Sequence[float]] | None = None,
         first: Mapping[str, str] | None = None,
+        trees: Collection[Choice] = (),
     ):
         self.first = dict(first or {})
         self.drafter_acceptance: dict[str, Acceptance] = {}
@@ -220,18 +228,34 @@ class History:
             rates = (*rates, *rates[-1:] * (width - 1 - len(rates)))[: width - 1]
             self.drafter_acceptance[name] = Acceptance(width - 1, rates or (CAUTION if place else OPTIMISM))
         self.counterfactual: dict[Choice, Acceptance] = {}
-        names = [PLAIN.drafter, *drafters]
+        self.tree_acceptance = {choice: Acceptance(choice.width - 1) for choice in sorted(trees, key=lambda each: each.nodes)}
+        names = [PLAIN.drafter, *drafters, *(choice.kind for choice in trees)]
         self.factors = dict.fromkeys(names, 1.0)
         self.off = dict.fromkeys(names, 0.0)
         self.budget = 0.0
 
     def begin_request(self, rows: int) -> None:
         """Prepares for a new request among `rows` running ones."""
-        for acceptance in (*self.drafter_acceptance.values(), *self.counterfactual.values()):
+        for acceptance in (*self.drafter_acceptance.values(), *self.counterfactual.values(), *self.tree_acceptance.values()):
             acceptance.begin_request(rows)
 
     def acceptance(self, choice: Choice) -> Acceptance:
+        if choice.nodes:
+            return self.tree_acceptance[choice]
         return self.counterfactual.get(choice, self.drafter_acceptance[choice.drafter])
+
+    def expect_trees(self) -> None:
+        """Derives the expected acceptance of each tree from the next smaller tree that ran, or from the drafter's chains."""
+        for choice, acceptance in self.tree_acceptance.items():
+            smaller = [
+                other for other in self.tree_acceptance if other.drafter == choice.drafter and other.nodes < choice.nodes
+            ]
+            ran = [other for other in smaller if self.tree_acceptance[other].rounds >= PRIOR_WEIGHT]
+            source = self.tree_acceptance[ran[-1]] if ran else self.drafter_acceptance[choice.drafter]
+            remaining = MORE_BRANCHES ** math.log2(choice.nodes / (ran[-1].nodes if ran else FEWEST_NODES))
+            rates = source.rates()[: choice.width - 1]
+            rates += rates[-1:] * (choice.width - 1 - len(rates))
+            acceptance.prior = tuple(1 - (1 - rate) * min(1.0, remaining if ran else BRANCHING * remaining) for rate in rates)
 
 
 class RoundPlan(NamedTuple):
@@ -282,11 +306,12 @@ class Policy:
 
     def cost(self, choice: Choice) -> Cost:
         """Returns the measured or interpolated cost of a choice, corrected by timed dispatches."""
-        return estimated(self.costs, choice).times(self.history.factors[choice.drafter])
+        return estimated(self.costs, choice).times(self.history.factors[choice.kind])
 
     def outlook(self, choices: Collection[Choice]) -> dict[Choice, Outlook]:
         """Returns the expectation of each choice."""
         history = self.history
+        history.expect_trees()
         drafts: dict[Acceptance, list[float]] = {}
 
         def accepted(choice: Choice) -> float:
@@ -313,16 +338,16 @@ class Policy:
 
     def best(self, outlook: Mapping[Choice, Outlook]) -> Choice:
         """Returns the choice with the most expected tokens per second; the narrowest of equals."""
-        return max(outlook, key=lambda choice: (outlook[choice].rate, -choice.width, choice.drafter))
+        return max(outlook, key=lambda choice: (outlook[choice].rate, -choice.verified, choice.kind))
 
     def next(self, most: int) -> RoundPlan:
         """Returns the plan of the next dispatch, `most` rounds at most."""
         outlook = self.outlook(self.ready)
         best = self.best(outlook)
-        off = {choice.drafter for choice in outlook} - {best.drafter}
+        off = {choice.kind for choice in outlook} - {best.kind}
         if off:
-            name = max(off, key=lambda drafter: (self.history.off[drafter], drafter))
-            tried = self.best({choice: each for choice, each in outlook.items() if choice.drafter == name})
+            name = max(off, key=lambda kind: (self.history.off[kind], kind))
+            tried = self.best({choice: each for choice, each in outlook.items() if choice.kind == name})
             rounds = math.ceil(TRIAL_ROUNDS / self.rows)
             lost = rounds * (outlook[tried].seconds - outlook[tried].tokens / outlook[best].rate) + self.dispatch
             if lost <= self.history.budget:
@@ -358,24 +383,24 @@ class Policy:
             idle = int(np.sum(~np.any(running & (drafted > 0) & ~from_ngrams, axis=1)))
         if choice != PLAIN and choice not in history.counterfactual:
             rows = max(1.0, float(np.sum(running)) / max(1, rounds))
-            acceptance = history.drafter_acceptance[choice.drafter]
+            acceptance = history.acceptance(choice)
             acceptance.observe(choice.width, drafted[running], accepted[running], rows, from_ngrams[running])
         self.rows = max(1, int(np.sum(running[-1:])))
         spent = self.dispatch + rounds * self.cost(choice).expected(idle / max(rounds, 1))
         history.budget += EXPLORATION / self.rows * spent
         for name in history.off:
-            history.off[name] = 0.0 if name == choice.drafter else history.off[name] + spent
+            history.off[name] = 0.0 if name == choice.kind else history.off[name] + spent
         if seconds is not None and rounds:
-            self.correct(choice.drafter, seconds / spent)
+            self.correct(choice.kind, seconds / spent)
 
-    def correct(self, drafter: str, slower: float) -> None:
-        """Learns from a dispatch that took `slower` times its expected time: the pace, and the drafter's cost."""
+    def correct(self, kind: str, slower: float) -> None:
+        """Learns from a dispatch that took `slower` times its expected time: the pace, and the cost of rounds of this kind."""
         if self.pace is None:
             self.pace = slower
             return
         ratio = min(max(slower / self.pace, 1 / MOST_CORRECTION), MOST_CORRECTION)
         self.pace *= ratio**PACE_GAIN
-        self.history.factors[drafter] *= ratio**COST_GAIN
+        self.history.factors[kind] *= ratio**COST_GAIN
 
     def observe_counterfactual(self, drafter: str, rounds: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Counts rounds that did not run, but whose result follows from the text.

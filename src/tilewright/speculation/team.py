@@ -14,6 +14,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Int
 
+from tilewright.runtime import trees
 from tilewright.runtime.interfaces import PLAIN, Choice, Proposal, Variant
 from tilewright.runtime.layout import Layout
 from tilewright.runtime.state import DecodeState, Models, Target
@@ -51,11 +52,13 @@ class Team:
         widths: block widths of the shape table; each member's own block size is added.
         masked: True runs the target over `block_size` tokens in every round. Where the target rounds differently with the
             number of tokens, only this commits the same tokens whatever the policy chooses.
+        trees: numbers of nodes of the trees of members that draft trees. A tree may be as deep as the member's widest block.
     """
 
     members: tuple[Variant, ...]
     widths: tuple[int, ...]
     masked: bool = False
+    trees: tuple[int, ...] = ()
 
     name = "auto"
     reads_target_head = False
@@ -65,12 +68,20 @@ class Team:
         names = [member.name for member in self.members]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"expected drafters of different kinds, found {', '.join(names) or 'none'}")
+        if self.trees and self.masked:
+            raise ValueError("expected no trees, since all rounds have the width of the widest block, found some")
 
     @property
     def choices(self) -> tuple[Choice, ...]:
         """All choices of a round, plain decoding first."""
         drafted = (Choice(member.name, width) for member in self.members for width in self.widths_of(member))
-        return PLAIN, *drafted
+        branching = [member for member in self.members if member.branches]
+        grown = (Choice(each.name, min(each.block_size, nodes), nodes) for each in branching for nodes in self.trees)
+        return PLAIN, *drafted, *grown
+
+    @property
+    def nodes(self) -> int:
+        return max((choice.nodes for choice in self.choices), default=0)
 
     def widths_of(self, member: Variant) -> tuple[int, ...]:
         """Returns the block widths of a member: narrower widths of the table, then its own block size."""
@@ -158,6 +169,7 @@ class TeamVariant:
     team: Team
     choice: Choice
 
+    branches = False
     reads_target_head = False
     declared = None
     dtype = None
@@ -170,6 +182,10 @@ class TeamVariant:
     @property
     def block_size(self) -> int:
         return self.team.block_size if self.team.masked else self.choice.width
+
+    @property
+    def nodes(self) -> int:
+        return self.choice.nodes
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -244,6 +260,12 @@ class TeamVariant:
         member = replace(cast(Any, self.team.members[place]), block_size=self.choice.width)
         proposal = member.propose(target, *self.team.member_state(place, models, state))
         return proposal._replace(block=jnp.pad(proposal.block, ((0, 0), (0, width - proposal.block.shape[1]))))
+
+    def propose_tree(self, target: Target, models: Models, state: DecodeState) -> trees.Proposal:
+        place = self.team.place(self.choice)
+        assert place is not None, "plain decoding drafts no trees"
+        member = replace(cast(Any, self.team.members[place]), block_size=self.choice.width, nodes=self.choice.nodes)
+        return member.propose_tree(target, *self.team.member_state(place, models, state))
 
     def extend(
         self,

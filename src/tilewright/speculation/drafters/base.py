@@ -53,3 +53,9 @@ def check_block_size(size: int, window: int | None = None, largest: int | None =
         raise ValueError(f"expected a block size {limit}, found {size}")
     if window is not None and window < 1:
         raise ValueError(f"expected a draft window of at least 1, found {window}")
+
+
+def check_nodes(nodes: int) -> None:
+    """Raises a `ValueError` for a tree that holds no draft; 0 nodes are no tree."""
+    if nodes < 0 or nodes == 1:
+        raise ValueError(f"expected trees of at least 2 nodes, found {nodes}")

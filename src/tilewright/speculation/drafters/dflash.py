@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -15,11 +15,30 @@ from tilewright.kernels.operations import Norm, Operations
 from tilewright.models import dflash, draft_vocab
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.params import DTYPES, Dtype
+from tilewright.runtime import trees as draft_trees
 from tilewright.runtime.cache import KVCache, Ring, Sliding
 from tilewright.runtime.interfaces import OneKind, Proposal
 from tilewright.runtime.layout import Layout
+from tilewright.runtime.noise import gumbel
 from tilewright.runtime.state import DecodeState, Models, Target, block_positions
+from tilewright.speculation import trees
 from tilewright.speculation.drafters import base
+
+TOP_K = 8
+"""Candidates of a slot in the trees of a drafter without pair scores."""
+
+
+class Candidates(NamedTuple):
+    """Candidates of a block.
+
+    Attributes:
+        tokens: candidates of every drafting slot as ids of the target, most likely first, `[B, L, K]`.
+        scores: score of each slot's candidate after each candidate of the slot before, float32 `[B, L, K, K]`. The first
+            slot's candidates follow the last token, so all its rows are equal.
+    """
+
+    tokens: Array
+    scores: Array
 
 
 def is_copy(params: Any, other: Any) -> bool:
@@ -40,6 +59,7 @@ class DFlash(OneKind):
             target's changes acceptance, not the output.
         refine: further passes over a drafted block. Each reads the drafts of the pass before in place of the mask tokens.
         ops: operations that the parameters were prepared for.
+        nodes: nodes of its trees, the last token included; 0 for chains.
     """
 
     config: DFlashConfig
@@ -48,12 +68,15 @@ class DFlash(OneKind):
     dtype: Dtype = "float32"
     refine: int = 0
     ops: Operations = select.PLAIN
+    nodes: int = 0
 
     name = "dflash"
     may_be_idle = False
+    branches = True
 
     def __post_init__(self) -> None:
         base.check_block_size(self.block_size, self.window, self.config.block_size)
+        base.check_nodes(self.nodes)
         if self.refine < 0:
             raise ValueError(f"expected 0 or more refining passes, found {self.refine}")
 
@@ -135,6 +158,47 @@ class DFlash(OneKind):
             drafts = self.fill(target, models, state, block)
             block = jnp.concatenate([block[:, :1], drafts], axis=1)
         return Proposal(block, jnp.full(block.shape[:1], self.block_size - 1, jnp.int32))
+
+    def propose_tree(self, target: Target, models: Models, state: DecodeState) -> draft_trees.Proposal:
+        """Drafts the tree with the most probable paths; see `speculation/trees.py`."""
+        block = base.masked_block(state, self.block_size, self.config.mask_token_id)
+        for _ in range(self.refine):
+            block = jnp.concatenate([block[:, :1], self.fill(target, models, state, block)], axis=1)
+        hidden = self.hidden(target, models, state, block)
+        tokens, scores = self.candidates(target, models, state, block[:, 0], hidden)
+        drawn = (jnp.asarray(state.sampling.temperature), self.noise(state, tokens)) if self.draws() else ()
+        return draft_trees.Proposal(trees.best_first(block[:, 0], tokens, trees.log_probs(scores, *drawn), self.nodes))
+
+    def draws(self) -> bool:
+        """Returns True if trees follow the noise of the target's draws."""
+        return True
+
+    def noise(self, state: DecodeState, tokens: Int[Array, "B L K"]) -> Float[Array, "B L K"]:
+        """Returns the noise of the target's draws for the candidates of each slot."""
+        positions = block_positions(state.last_position + 1, tokens.shape[1])
+        return gumbel(jnp.asarray(state.sampling.key), positions, tokens)
+
+    def candidates(
+        self, target: Target, models: Models, state: DecodeState, last: Int[Array, " B"], hidden: Float[Array, "B L H"]
+    ) -> Candidates:
+        """Returns the most likely tokens of each slot, with scores that do not depend on the token before."""
+        _, tokens, logits = self.head_top_k(target, models, hidden, TOP_K)
+        scores = logits.astype(jnp.float32)[:, :, None]
+        return Candidates(tokens, jnp.broadcast_to(scores, (*tokens.shape, TOP_K)))
+
+    def head_top_k(
+        self, target: Target, models: Models, hidden: Float[Array, "B L H"], k: int
+    ) -> tuple[Int[Array, "B L {k}"], Int[Array, "B L {k}"], Float[Array, "B L {k}"]]:
+        """Returns the `k` most likely tokens of each slot: ids of the draft vocabulary, ids of the target, logits."""
+        vocab = self.backbone(models).vocab
+        if vocab is not None:
+            drafted, logits = self.ops.head_top_k(hidden, vocab.head, k)
+            return drafted, vocab.ids[drafted], logits
+        if models.draft_head is not None:
+            tokens, logits = self.ops.head_top_k(hidden, models.draft_head, k)
+        else:
+            tokens, logits = target.schedule.head_top_k(target.ops, hidden, decoder.output_head(models.target), k)
+        return tokens, tokens, logits
 
     def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
         """Runs one pass. Returns the most likely token of every drafting slot."""

@@ -11,7 +11,8 @@ from jaxtyping import Float, Int
 from tilewright.models import dflash, dflash2, dspark
 from tilewright.models.dspark import DSparkConfig
 from tilewright.runtime.state import DecodeState, Models, Target
-from tilewright.speculation.drafters.walking import Candidates, Walking
+from tilewright.speculation.drafters.dflash import Candidates
+from tilewright.speculation.drafters.walking import Walking
 
 
 @dataclass(frozen=True)

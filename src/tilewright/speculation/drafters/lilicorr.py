@@ -17,7 +17,8 @@ from tilewright.models.params import DTYPES
 from tilewright.runtime.layout import Layout
 from tilewright.runtime.state import DecodeState, Models, Target
 from tilewright.speculation.drafters import base
-from tilewright.speculation.drafters.walking import Candidates, Walking
+from tilewright.speculation.drafters.dflash import Candidates
+from tilewright.speculation.drafters.walking import Walking
 
 
 class LilicorrContext(NamedTuple):

@@ -19,6 +19,7 @@ from tilewright.models.params import DTYPES, ArraySpec, Dtype, matrix, spec_leav
 from tilewright.models.quantised import quantised_layout
 from tilewright.models.stored import is_finite, read_headers
 from tilewright.runtime.interfaces import Drafter
+from tilewright.speculation.drafters import base
 from tilewright.speculation.drafters.blockwise import Blockwise
 from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.dflash2 import DFlash2
@@ -46,6 +47,7 @@ DRAFTERS = (*WITHOUT_FILES, STORED, *hub.NAMED_DRAFTERS)
 AUTO = ("auto", "auto-inexact")
 """Block sizes that the policy chooses round by round; see `language_model.load`."""
 WALKERS = "a DFlash 2, DSpark or LiLiCorr drafter"
+BRANCHING = "a DFlash, DFlash 2, DSpark or LiLiCorr drafter"
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class DrafterOptions:
     walk: str | None = None
     revision: str | None = None
     suffix_corpus: Path | None = None
+    tree_nodes: tuple[int, ...] = ()
 
     def check(self, drafter: str | None) -> None:
         """Raises a `ValueError` that names an option which the drafter does not take."""
@@ -76,6 +79,8 @@ class DrafterOptions:
             raise ValueError(f"expected the walk to be {' or '.join(get_args(Walk))}, found {self.walk!r}")
         if self.suffix_corpus is not None and drafter != SUFFIX:
             raise ValueError(f"a corpus needs the drafter {SUFFIX}, found {drafter or 'none'}")
+        for nodes in self.tree_nodes:
+            base.check_nodes(nodes)
         if drafter is not None and drafter not in WITHOUT_FILES:
             return
         kind = "no drafter was named" if drafter is None else WITHOUT_FILES[drafter]
@@ -86,6 +91,8 @@ class DrafterOptions:
             raise ValueError(f"refining needs a DFlash drafter; {kind}")
         if self.walk is not None:
             raise ValueError(f"a walk needs {WALKERS}; {kind}")
+        if self.tree_nodes:
+            raise ValueError(f"a tree needs {BRANCHING}; {kind}")
 
     def fitting(self, drafter: str | None) -> "DrafterOptions":
         """Returns the options that a drafter takes, for callers that give several drafters the same options."""
@@ -151,12 +158,17 @@ def load_drafter(
     if chain:
         if options.refine:
             raise ValueError("refining needs a DFlash drafter; this is an EAGLE-3 one")
+        if options.tree_nodes:
+            raise ValueError(f"a tree needs {BRANCHING}; this is an EAGLE-3 one")
         config, params = eagle3.load(folder, target, DTYPES[precision], console)
         return Eagle3(config, config.block_size if size is None else size, options.draft_window, precision), params
     config, params = load_dflash(folder, fields, target, precision, console)
     settings = (config.block_size if size is None else size, options.draft_window, precision, options.refine)
-    walk: dict[str, Any] = {} if kind is DFLASH else {"walk": options.walk or "sampled"}
-    return kind.drafter(config, *settings, **walk), params
+    more: dict[str, Any] = {} if kind is DFLASH else {"walk": options.walk or "sampled"}
+    nodes, *others = options.tree_nodes or (0,)
+    if others:
+        raise ValueError(f"expected one number of nodes with a block size, found {', '.join(map(str, options.tree_nodes))}")
+    return kind.drafter(config, *settings, **more, nodes=nodes), params
 
 
 def check_chain(options: DrafterOptions, kind: str) -> None:

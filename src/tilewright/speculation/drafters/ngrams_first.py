@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Int
 
 from tilewright.kernels.operations import Operations
+from tilewright.runtime import trees
 from tilewright.runtime.interfaces import OneKind, Proposal
 from tilewright.runtime.layout import Layout
 from tilewright.runtime.state import DecodeState, Models, Target
@@ -30,13 +31,19 @@ class NGramsFirst(OneKind):
         other: drafter with weights.
         block_size: tokens in a block, the last token included; at most the other drafter's block size.
         ngram: n-gram drafter. Its block size is ignored.
+        nodes: nodes of its trees; 0 for chains. A match is a chain in a tree, too.
     """
 
     other: Any
     block_size: int
     ngram: NGram
+    nodes: int = 0
 
     may_be_idle = False
+
+    @property
+    def branches(self) -> bool:
+        return self.other.branches
 
     @property
     def name(self) -> str:
@@ -88,6 +95,20 @@ class NGramsFirst(OneKind):
         # The branch changes none of its inputs, so XLA:CPU copies no cache for it. A loop of at most one iteration would not
         # do: XLA hoists loop-invariant work out of a loop, which here is the whole pass.
         return jax.lax.cond(jnp.any(unmatched), drafted, lambda: matches)
+
+    def propose_tree(self, target: Target, models: Models, state: DecodeState) -> trees.Proposal:
+        matches = replace(self.ngram, block_size=self.block_size).propose(target, models, state)
+        other = replace(self.other, block_size=self.block_size, nodes=self.nodes)
+        unmatched = (matches.drafts == 0) & ~state.done
+        chains = trees.chains(matches.block, matches.drafts, self.nodes)
+
+        def drafted() -> trees.DraftTree:
+            learnt = other.propose_tree(target, models, state).tree
+            return jax.tree.map(lambda x, y: jnp.where(unmatched.reshape(-1, *[1] * (x.ndim - 1)), x, y), learnt, chains)
+
+        # A branch, as in `propose`.
+        tree = jax.lax.cond(jnp.any(unmatched), drafted, lambda: chains) if target.loops else drafted()
+        return trees.Proposal(tree, ~unmatched)
 
     def extend(
         self,

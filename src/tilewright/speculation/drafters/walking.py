@@ -6,33 +6,19 @@ Each drafter computes its scores in its own way.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
 from tilewright.models import decoder, dflash2
-from tilewright.runtime.noise import gumbel
-from tilewright.runtime.state import DecodeState, Models, Target, block_positions
-from tilewright.speculation.drafters.dflash import DFlash
+from tilewright.runtime.state import DecodeState, Models, Target
+from tilewright.speculation.drafters.dflash import Candidates, DFlash
 
 Walk = Literal["greedy", "sampled"]
 """Choice of a candidate: the best one, or a sample at the row's temperature, drawn with the target's noise at that position
 (see `runtime/noise.py`). The output is the same; only the number of tokens that a round commits differs."""
-
-
-class Candidates(NamedTuple):
-    """Candidates of a block.
-
-    Attributes:
-        tokens: candidates of every drafting slot as ids of the target, most likely first, `[B, L, K]`.
-        scores: score of each slot's candidate after each candidate of the slot before, float32 `[B, L, K, K]`. The first
-            slot's candidates follow the last token, so all its rows are equal.
-    """
-
-    tokens: Array
-    scores: Array
 
 
 @dataclass(frozen=True)
@@ -62,23 +48,10 @@ class Walking(DFlash, ABC):
         tokens, scores = self.candidates(target, models, state, block[:, 0], hidden)
         if self.walk == "greedy":
             return dflash2.walk(scores, tokens)
-        positions = block_positions(state.last_position + 1, tokens.shape[1])
-        noise = gumbel(jnp.asarray(state.sampling.key), positions, tokens)
-        return dflash2.walk(scores, tokens, state.sampling.temperature, noise)
+        return dflash2.walk(scores, tokens, state.sampling.temperature, self.noise(state, tokens))
 
-    def head_top_k(
-        self, target: Target, models: Models, hidden: Float[Array, "B L H"], k: int
-    ) -> tuple[Int[Array, "B L {k}"], Int[Array, "B L {k}"], Float[Array, "B L {k}"]]:
-        """Returns the `k` most likely tokens of each slot: ids of the draft vocabulary, ids of the target, logits."""
-        vocab = self.backbone(models).vocab
-        if vocab is not None:
-            drafted, logits = self.ops.head_top_k(hidden, vocab.head, k)
-            return drafted, vocab.ids[drafted], logits
-        if models.draft_head is not None:
-            tokens, logits = self.ops.head_top_k(hidden, models.draft_head, k)
-        else:
-            tokens, logits = target.schedule.head_top_k(target.ops, hidden, decoder.output_head(models.target), k)
-        return tokens, tokens, logits
+    def draws(self) -> bool:
+        return self.walk == "sampled"
 
     def head_logits(self, target: Target, models: Models, hidden: Float[Array, "B L H"]) -> Float[Array, "B L W"]:
         """Returns the float32 logits of all tokens of the draft vocabulary."""
