@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels import select
 from tilewright.kernels.operations import Norm, Operations
-from tilewright.models import dflash, draft_vocab
+from tilewright.models import decoder, dflash, draft_vocab
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.runtime import trees as draft_trees
