@@ -77,7 +77,7 @@ def test_a_drafter_is_trained_on_a_file_of_records_with_kept_taps(run: Run, text
         ),
         (
             [*SIZES, "--loss", "decay=0.5"],
-            "--kind dflash2 with keys among anchors, gamma, dpace, selector_weight, found decay (for eagle3)",
+            "--kind dflash2 with keys among anchors, gamma, dpace, selector_weight, found decay (for eagle3, mtp)",
         ),
         ([*SIZES, "--loss", "selector_weight=-1"], "expected a selector weight of at least 0, found -1.0"),
         (["--kind", "dflash2", "--sizes", "conv_group=7"], "conv_group_size 7 does not divide hidden_size 32"),
