@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models.config import Canvas, HeadSizes
 from tilewright.models.decoder import config_from_hf, config_to_hf
 from tilewright.parallel.mesh import make_mesh
-from tilewright.runtime.constraints import Constraint
+from tilewright.runtime.constraints import ConstraintState
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling, row_sampling
@@ -203,9 +203,13 @@ def test_requests_that_need_decoding_token_by_token_are_refused(lm: LanguageMode
         with pytest.raises(ValueError, match=f"expected no {named}"):
             lm.engine(EngineOptions(TABLE, page_size=16)).check(request)
     engine = lm.engine(EngineOptions(TABLE, page_size=16, constraints=True))
-    constraint = cast(Constraint, object())
+
+    class AnyText:
+        def begin(self) -> ConstraintState:
+            raise AssertionError("the engine refuses the request before its text begins")
+
     with pytest.raises(ValueError, match="expected no constraint, which is not supported for a model that refines canvases"):
-        engine.check(GenerateRequest([1], Sampling(8), constraint=constraint))
+        engine.check(GenerateRequest([1], Sampling(8), constraint=AnyText()))
     with pytest.raises(ValueError, match="expected no pooling"):
         lm.embed([[1, 2]])
     with pytest.raises(ValueError, match="expected no drafter where blocks are denoised, found ngram"):

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Int
+from jaxtyping import Int, UInt8
 from tokenizers import Tokenizer
 
 from tilewright.models.records import RECORD_SUFFIXES, Record, read_jsonl, read_text, shortened
@@ -173,7 +173,7 @@ def sorted_positions(tokens: Int[np.ndarray, " C"]) -> Int[np.ndarray, " N"]:
     return positions[np.argsort(rank[positions], kind="stable")].astype(np.int32)
 
 
-def intervals(shared: Int[np.ndarray, " N1"], depth: int) -> tuple[Int[np.ndarray, " I"], Int[np.ndarray, " I"]]:
+def intervals(shared: UInt8[np.ndarray, " N1"], depth: int) -> tuple[Int[np.ndarray, " I"], Int[np.ndarray, " I"]]:
     """Returns the intervals `[low, high)` of several positions that have `depth` last tokens in common, and no more.
 
     Args:
