@@ -1,5 +1,6 @@
 """Drafting of a chain by one layer: single steps within one round, each of which reads the state and the token before."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ class ChainContext(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chain(OneKind):
+class Chain(OneKind, ABC):
     """Base of drafters that propose a chain, one token after another. Subclasses compute features, keys, steps and tokens.
 
     Attributes:
@@ -61,24 +62,25 @@ class Chain(OneKind):
         return self.config.target_layer_ids
 
     @property
+    @abstractmethod
     def heads(self) -> HeadSizes:
         """Heads of keys and values."""
-        raise NotImplementedError
 
     def embed(self, target: Target, models: Models, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         """Returns the embeddings of tokens, by default the target's."""
         return target.schedule.embed(target.ops, models.target.embed, tokens).astype(DTYPES[self.dtype])
 
+    @abstractmethod
     def features(self, target: Target, models: Models, taps: tuple[Array, ...]) -> Float[Array, "B T H"]:
         """Returns a feature for each tapped position."""
-        raise NotImplementedError
 
+    @abstractmethod
     def keys(
         self, params: Any, h: Float[Array, "B T H"], embeds: Float[Array, "B T H"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]]:
         """Returns keys and values of pairs at the positions of their features; `embeds` are of the tokens *after* them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(
         self,
         params: Any,
@@ -88,11 +90,10 @@ class Chain(OneKind):
         attend: Callable[[Projection, Heads], Float[Array, "B 1 _"]],
     ) -> Float[Array, "B 1 H"]:
         """Runs the layer over one pair of each row (see `keys`). Returns `h` of the next step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choose(self, target: Target, models: Models, h: Float[Array, "B 1 H"]) -> Int[Array, "B 1"]:
         """Returns the most likely token after a step."""
-        raise NotImplementedError
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
         precision = DTYPES[self.dtype]
