@@ -20,8 +20,8 @@ from tilewright.models.mtp import MtpConfig
 from tilewright.models.params import initialise, to_tensors
 from tilewright.train.chain import chain_agreement, chain_attention, chain_loss, step_counts
 from tilewright.train.lm import train_lm
-from tilewright.train.mtp import Frozen, MtpOptions, mtp_kind, train_mtp, warm_start
-from train.support import END, HYBRID, TARGET, counting_stream, kept_target, options, random_stream, silent, target_params
+from tilewright.train.mtp import Frozen, MtpOptions, mtp_kind, train_mtp
+from train.support import END, TARGET, counting_stream, kept_target, options, random_stream, silent, target_params
 
 STEPS = 3
 LENGTH = 12
@@ -124,19 +124,6 @@ def test_attention_of_a_later_step_equals_a_plain_softmax(rules: Scores):
             weights = np.exp(scores)
             sink = 0.0 if rules.sinks is None else np.exp(float(rules.sinks[n]))
             np.testing.assert_allclose(got[0, at, n], weights @ values / (weights.sum() + sink), rtol=1e-4, atol=1e-5)
-
-
-def test_a_head_starts_from_the_last_layer_of_its_kind():
-    target = replace(HYBRID, dense_layers=())
-    params = target_params(target)
-    config = MtpConfig(layer=mtp.layer_config(target), num_target_layers=target.num_layers)
-    drawn = initialise(mtp.declare(config), jax.random.key(0))
-    started = warm_start(target, params, drawn)
-    (attending,) = (layer for layer in params.layers if layer.kind.delta is None)
-    assert started.layer is attending
-    assert started.norm is params.norm
-    passed_on = np.asarray(started.fc - drawn.fc)
-    np.testing.assert_allclose(passed_on, np.concatenate([np.zeros((32, 32)), np.eye(32)]), atol=1e-6)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ class AuxiliaryBuffer:
     """Buffer of auxiliary vectors, one for each position, in pages `[P, E, F]` with a block table `[B, M]` (`cache.Paged`).
 
     Attributes:
-        bits: the vectors' bits as unsigned integers: XLA:CPU would convert a whole bfloat16 array to write a few entries.
+        bits: the vectors' bits as unsigned integers: XLA:CPU would convert a whole bfloat16 array to read a few entries.
     """
 
     bits: Any
@@ -47,10 +47,8 @@ class AuxiliaryBuffer:
         size = new.shape[-1]
         slot = jnp.arange(new.shape[1])[None]
         entries = jnp.where(slot < count[:, None], self.entries(start[:, None] + slot), -1)
-        flat = self.bits.reshape(-1, size)
-        wanted = jnp.where(entries < 0, flat.shape[0], entries).reshape(-1)  # beyond the end: dropped
-        bits = jax.lax.bitcast_convert_type(new.reshape(-1, size).astype(self.dtype), flat.dtype)
-        return replace(self, bits=flat.at[wanted].set(bits, mode="drop").reshape(self.bits.shape))
+        bits = jax.lax.bitcast_convert_type(new.reshape(-1, size).astype(self.dtype), self.bits.dtype)
+        return replace(self, bits=ops.scatter_rows(self.bits, entries.reshape(-1), bits))
 
     def at(self, ops: Operations, positions: Int[Array, "B T"]) -> Array:
         """Returns the vectors at these positions, `[B, T, F]`; undefined at positions without a page."""
