@@ -24,12 +24,15 @@ from tilewright.perfmodel.calibration import chip_with
 from tilewright.perfmodel.compiler_estimate import CompilerEstimate, estimate
 from tilewright.perfmodel.timeline_ranges import ROOFLINE_TIME
 from tilewright.perfmodel.uncertainty import DRAWS, Basis, Sweep, sweep_constants
-from tilewright.runtime.state import DecodeState, Span, Target, block_positions, run_target
+from tilewright.runtime.state import DecodeState, Span, Target, block_positions, forward_tree, run_target, with_path
+from tilewright.runtime.trees import DraftTree
 
 LAYERS_COMPILED = (4, 8)
 """Layers of the compiled models. With fewer, most weights fit into VMEM, and the estimates are far too low."""
 
-RATIOS = (*(f"{part}_cycles" for part in PARTS if part != "round"), *(f"{part}_bound_cycles" for part in PARTS))
+COMPILED = (*PARTS, "verify_tree")
+"""Parts that are compiled."""
+RATIOS = (*(f"{part}_cycles" for part in COMPILED if part != "round"), *(f"{part}_bound_cycles" for part in COMPILED))
 """Figures with ratios to those of block 16."""
 
 
@@ -89,6 +92,31 @@ def verify_layers(topology: str, setup: RoundSetup, layers: int) -> CompilerEsti
     return estimate(chip_of(topology), compile_for(topology, run, small.models().target, state, block, donate=1))
 
 
+def tree_layers(topology: str, setup: RoundSetup, layers: int) -> CompilerEstimate:
+    """Estimates verification of a tree with as many nodes as a block has tokens, without its head.
+
+    The deepest path has as many tokens as a block of the drafter; its keys and values are written into the caches.
+    """
+    small = with_layers(setup, layers)
+    nodes = setup.block_size
+    deepest = min(nodes, setup.drafter.block_size)
+
+    def run(
+        params: Any, state: DecodeState, tree: DraftTree, path: Array, length: Array
+    ) -> tuple[Array, tuple[Array, ...], DecodeState]:
+        ran = forward_tree(Target(small.target, small.ops), params, state, tree, ())
+        caches = with_path(Target(small.target, small.ops), ran.caches, path, state.last_position, length)
+        return ran.hidden, ran.taps, replace(state, target_cache=caches)
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, "int32")
+
+    tree = DraftTree(ints(1, nodes), ints(1, nodes), ints(1, nodes), jax.ShapeDtypeStruct((1, nodes, nodes), "bool"))
+    state = replace(jax.eval_shape(small.state), draft_cache=())
+    arguments = (small.models().target, state, tree, ints(1, deepest), ints(1))
+    return estimate(chip_of(topology), compile_for(topology, run, *arguments, donate=1))
+
+
 def draft_layers(topology: str, setup: RoundSetup, layers: int) -> CompilerEstimate:
     """Estimates drafting without its head."""
     small = with_layers(setup, layers)
@@ -130,8 +158,8 @@ def compiled_rounds(
     embed = first.models().target.embed
     shared = embed.size * embed.dtype.itemsize if first.target.tie_word_embeddings else 0
 
-    def verified(setup: RoundSetup, head: CompilerEstimate) -> CompilerEstimate:
-        layers = over_layers(partial(verify_layers, topology, setup), setup.target.num_layers)
+    def verified(setup: RoundSetup, head: CompilerEstimate, some_layers: Any = verify_layers) -> CompilerEstimate:
+        layers = over_layers(partial(some_layers, topology, setup), setup.target.num_layers)
         return whole(layers, head, shared)
 
     step = verified(first, head_estimates(topology, first)["verify_head"])
@@ -143,7 +171,8 @@ def compiled_rounds(
         draft = whole(drafting, heads["draft_head"], shared)
         verify = verified(setup, heads["verify_head"])
         parts = {"draft": draft, "verify": verify, "extend": extend_estimate(topology, setup)}
-        records.append(record(setup, parts, {**heads, "step": step}))
+        tree = verified(setup, heads["verify_head"], tree_layers)
+        records.append(record(setup, parts, {**heads, "verify_tree": tree, "step": step}))
         on_part()
     return with_ratios(records, RATIOS)
 

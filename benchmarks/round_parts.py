@@ -10,9 +10,9 @@ A JSON record is one block size at one context. Each part (`draft`, `draft_head`
 `extend`, `round`, `step`) has fields such as `draft_ms`:
 
 - measured: `ms` and `range_ms`, the median and range of the repetitions; `ms_ratio`, over that at `base_block_size`;
-- compiled: `cycles`, the sum over all operations (Pallas kernels have no estimate and count with the roofline of their declared
-  bytes and flops); `memory_cycles`, the minimum for all bytes to and from memory; `bound_cycles`, the larger of both, and its
-  ratio; `read_bytes`, `written_bytes`, `peak_bytes`.
+- compiled, also for `verify_tree`, a tree of as many nodes: `cycles`, the sum over all operations (Pallas kernels have no
+  estimate and count with the roofline of their declared bytes and flops); `memory_cycles`, the minimum for all bytes to and from
+  memory; `bound_cycles`, the larger of both, and its ratio; `read_bytes`, `written_bytes`, `peak_bytes`.
 
 `step_share_of_bandwidth` is `weight_gb` (1e9 bytes of the target's weights that a plain step reads) over `step_ms` and
 `bandwidth_gb_per_s` (a read on a CPU, elsewhere a copy, read plus written). `verify_weight_gb` counts verifying the block.
@@ -470,12 +470,13 @@ ESTIMATED = {
     "draft_top_k": "  its top 16",
     "draft_top_k_xla": "  … by XLA",
     "verify": "verify",
+    "verify_tree": "verify a tree",
     "verify_head": "  its head",
     "verify_head_xla": "  … by XLA",
     "extend": "extend",
 }
-"""Parts of a round and their names in the table of estimates. The blockwise heads are compared with XLA's.
-A DFlash 2 drafter selects each slot's top 16 tokens, a DFlash drafter the best one."""
+"""Parts of a round and their names in the table of estimates. A tree has as many nodes as the block has tokens.
+The blockwise heads are compared with XLA's. A DFlash 2 drafter selects each slot's top 16 tokens, a DFlash drafter the best one."""
 
 
 ESTIMATES = (

@@ -220,6 +220,8 @@ def test_estimates_for_an_absent_chip(configs: dict[str, Any], tmp_path: Path, m
     assert one["verify_head_kernel_cycles"] > 0
     assert one["verify_head_xla_kernel_cycles"] == 0
     assert one["verify_cycles_ratio"] == 1
+    assert one["verify_tree_read_bytes"] > 3 * layer_bytes + 2 * 256 * 128
+    assert one["verify_tree_bound_cycles_ratio"] == 1
 
 
 @pytest.mark.parametrize(

@@ -292,13 +292,12 @@ class VerifiedTree(NamedTuple):
     logprobs: Logprobs | None = None
 
 
-def verify_tree(
+def forward_tree(
     target: Target, params: DecoderParams, state: DecodeState, tree: DraftTree, tap_layers: tuple[int, ...]
-) -> VerifiedTree:
-    """Runs a tree through the target in one pass, and draws the token behind each node. Writes nothing into the caches."""
-    nodes = tree.tokens.shape[1]
-    span = Span(state.last_position, jnp.where(state.done, 0, nodes), uncommitted=True)
-    ran = decoder.forward(
+) -> decoder.Forward:
+    """Runs a tree through the target's layers in one pass; `caches` of the result are `TreeEntries`."""
+    span = Span(state.last_position, jnp.where(state.done, 0, tree.tokens.shape[1]), uncommitted=True)
+    return decoder.forward(
         target.config,
         target.ops,
         params,
@@ -311,6 +310,13 @@ def verify_tree(
         target.schedule,
         state.adapter,
     )
+
+
+def verify_tree(
+    target: Target, params: DecoderParams, state: DecodeState, tree: DraftTree, tap_layers: tuple[int, ...]
+) -> VerifiedTree:
+    """Runs a tree through the target in one pass, and draws the token behind each node. Writes nothing into the caches."""
+    ran = forward_tree(target, params, state, tree, tap_layers)
     tokens, logprobs = next_tokens(target, params, state, tree.tokens, ran.hidden, tree=tree)
     finite = jnp.isfinite(jnp.sum(ran.hidden.astype(jnp.float32), axis=-1))
     return VerifiedTree(jnp.where(finite, tokens, NOT_FINITE), ran.taps, ran.caches, logprobs)
