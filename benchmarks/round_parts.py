@@ -11,8 +11,8 @@ A JSON record is one block size at one context. Each part (`draft`, `draft_head`
 
 - measured: `ms` and `range_ms`, the median and range of the repetitions; `ms_ratio`, over that at `base_block_size`;
 - compiled, also for `verify_tree`, a tree of as many nodes: `cycles`, the sum over all operations (Pallas kernels have no
-  estimate and count with the roofline of their declared bytes and flops); `memory_cycles`, the minimum for all bytes to and from
-  memory; `bound_cycles`, the larger of both, and its ratio; `read_bytes`, `written_bytes`, `peak_bytes`.
+  estimate and count with the roofline of their declared bytes and flops); `memory_cycles`, the minimum for all bytes to and
+  from memory; `bound_cycles`, the larger of both, and its ratio; `read_bytes`, `written_bytes`, `peak_bytes`.
 
 `step_share_of_bandwidth` is `weight_gb` (1e9 bytes of the target's weights that a plain step reads) over `step_ms` and
 `bandwidth_gb_per_s` (a read on a CPU, elsewhere a copy, read plus written). `verify_weight_gb` counts verifying the block.
@@ -476,7 +476,8 @@ ESTIMATED = {
     "extend": "extend",
 }
 """Parts of a round and their names in the table of estimates. A tree has as many nodes as the block has tokens.
-The blockwise heads are compared with XLA's. A DFlash 2 drafter selects each slot's top 16 tokens, a DFlash drafter the best one."""
+The blockwise heads are compared with XLA's. A DFlash 2 drafter selects each slot's top 16 tokens, a DFlash drafter the
+best one."""
 
 
 ESTIMATES = (

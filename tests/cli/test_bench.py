@@ -153,6 +153,22 @@ def test_drafters_of_one_name_are_told_apart(run: Run, folders: tuple[Path, Path
     assert [row["drafter"] for row in ran.json["data"]] == ["none", *map(str, both)] * 2
 
 
+def test_several_drafters_to_choose_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    options = TargetOptions(model="smollm2-135m")
+    assert options.drafter_source("ngram,./mine") == ["ngram", "./mine"]
+    assert options.drafter_source("auto,./mine") == ["ngram", "smollm2-dflash2", "./mine"]
+    (tmp_path / "a,b").mkdir()
+    assert options.drafter_source("a,b") == "a,b"
+    for names, problem in (
+        ("none,ngram", "expected names of drafters, found none among them: none,ngram"),
+        ("auto,dflash2", "expected different drafters, found ngram, smollm2-dflash2, smollm2-dflash2"),
+        ("ngram,eagle3", "found eagle3, which belongs to demo"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            options.drafter_source(names)
+
+
 def test_a_folder_with_the_name_of_a_packaged_drafter_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

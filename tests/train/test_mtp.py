@@ -21,7 +21,7 @@ from tilewright.models.params import initialise, to_tensors
 from tilewright.train.chain import chain_agreement, chain_attention, chain_loss, step_counts
 from tilewright.train.lm import train_lm
 from tilewright.train.mtp import Frozen, MtpOptions, mtp_kind, train_mtp
-from train.support import END, TARGET, counting_stream, kept_target, options, random_stream, silent, target_params
+from train.support import END, TARGET, counting_stream, kept_target, options, random_stream, silent
 
 STEPS = 3
 LENGTH = 12

@@ -391,15 +391,27 @@ class TargetOptions(LoadOptions):
         return {}
 
     def drafter_source(self, drafter: str | None, suffix_corpus: Path | None = None) -> str | list[str] | None:
-        """Converts a drafter's name for `load`: "none" to None, "auto" to all that may draft.
+        """Converts a drafter's name for `load`: "none" to None, "auto" to all that may draft, "A,B" to several.
 
-        These are n-grams, the packaged drafters, and the head for multi-token prediction in a local folder of the target.
+        All that may draft are n-grams, the packaged drafters, and the head for multi-token prediction in a local folder of the
+        target.
 
         Args:
             suffix_corpus: with a corpus, "auto" has the suffix drafter in the place of n-grams.
+
+        Raises:
+            ValueError: one of several drafters is "none", is named twice or belongs to another model.
         """
         if drafter in (None, "none"):
             return None
+        if "," in drafter and not Path(drafter).exists():
+            names = drafter.split(",")
+            found = [self.drafter_source(name, suffix_corpus) for name in names]
+            if None in found:
+                raise ValueError(f"expected names of drafters, found none among them: {drafter}")
+            sources = [source for each in found for source in ([each] if isinstance(each, str) else each or ())]
+            check_drafters(sources, self.model)
+            return sources
         packaged = PACKAGED_DRAFTERS.get(self.model, {})
         if drafter == AUTO:
             folder = Path(self.model)
@@ -439,8 +451,8 @@ class ModelOptions(TargetOptions):
         drafter: a folder, a Hugging Face id, "ngram", "suffix", "mtp" (the head for multi-token prediction in the folder of a
             target such as Qwen3.5), "self" (a target that was trained to denoise blocks, such as Nemotron-Labs-Diffusion) or
             "none"; for the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m "dflash2". "auto" chooses between
-            n-grams, the packaged drafters and the head in a target's local folder, round by round. By default "auto" for
-            smollm2-135m, "ngram" for other models.
+            n-grams, the packaged drafters and the head in a target's local folder, round by round; "auto,FOLDER" adds a
+            drafter, "A,B" chooses between two. By default "auto" for smollm2-135m, "ngram" for other models.
         block_size: tokens that a round verifies: the last token and the drafts. "auto", the default, chooses the estimated
             fastest width round by round, plain decoding included; where narrower programs round differently, all rounds have
             the widest. With --drafter none: width of the program of plain decoding. Where blocks are denoised: positions of a
