@@ -18,7 +18,6 @@ from tilewright.speculation.policy import (
     Cost,
     History,
     Policy,
-    RoundPlan,
     estimated,
 )
 
@@ -36,7 +35,7 @@ def run(policy: Policy, rates: Mapping[str, float], tokens: int, seed: int = 0) 
     counts = dict[Choice, int]()
     left = tokens
     while left > 0:
-        choice, rounds, _ = policy.next(min(64, -(-left // 8)))
+        choice, rounds, *_ = policy.next(min(64, -(-left // 8)))
         drafts = choice.width - 1
         agreed = rng.random((rounds, 1, drafts)) < rates.get(str(choice), rates.get(choice.drafter, 0.0))
         accepted = np.cumprod(agreed, axis=2).sum(axis=2)
@@ -125,8 +124,8 @@ def test_rounds_between_two_looks():
     for dispatch, rounds in ((0.0, ROUNDS_PER_CHOICE), (1.0, 40)):
         policy = Policy(History({"dflash": 16}), STEEP, STEEP, dispatch)
         policy.history.drafter_acceptance["dflash"].observe(16, np.full(200, 15), np.zeros(200, int))
-        assert policy.next(64) == RoundPlan(PLAIN, rounds)
-        assert policy.next(3) == RoundPlan(PLAIN, 3)
+        assert policy.next(64)[:3] == (PLAIN, rounds, False)
+        assert policy.next(3)[:3] == (PLAIN, 3, False)
 
 
 def test_a_drafter_that_is_off_is_tried_within_the_budget():
@@ -139,11 +138,11 @@ def test_a_drafter_that_is_off_is_tried_within_the_budget():
         policy.observe(choice, nothing + 3, nothing, nothing == 0)
     assert not policy.next(64).is_trial
     history.budget = 100.0
-    assert policy.next(64) == RoundPlan(Choice("a", 4), TRIAL_ROUNDS, is_trial=True)
+    assert policy.next(64)[:3] == (Choice("a", 4), TRIAL_ROUNDS, True)
     outlook = policy.outlook(costs)
     lost = TRIAL_ROUNDS * (outlook[Choice("a", 4)].seconds - outlook[Choice("a", 4)].tokens / outlook[PLAIN].rate)
     assert history.budget == pytest.approx(100.0 - lost)
-    assert policy.next(64) == RoundPlan(Choice("b", 4), TRIAL_ROUNDS, is_trial=True)
+    assert policy.next(64)[:3] == (Choice("b", 4), TRIAL_ROUNDS, True)
 
 
 JOINED = Choice("ngram+dflash", 8)
@@ -349,7 +348,7 @@ def test_drafters_that_never_pay_cost_next_to_nothing_in_wide_batches():
     policy = Policy(History({"a": 4}), costs, costs)
     spent = [0, 0]
     for turn in range(4000):
-        choice, rounds, is_trial = policy.next(4)
+        choice, rounds, is_trial, _ = policy.next(4)
         policy.observe(choice, np.zeros((rounds, 8), int), np.zeros((rounds, 8), int), np.ones((rounds, 8), bool))
         if turn > 20:
             assert not is_trial or rounds == 1
@@ -386,7 +385,7 @@ def test_costs_follow_what_dispatches_take():
     truth = {PLAIN: 1.0, WIDE[1]: 1.8}
     chosen = []
     for _ in range(60):
-        choice, rounds, _ = policy.next(64)
+        choice, rounds, *_ = policy.next(64)
         accepted = np.zeros((rounds, 1), int)
         policy.observe(choice, accepted, accepted, accepted == 0, rounds * truth[choice] * rng.uniform(0.9, 1.1))
         chosen.append(choice)
@@ -404,13 +403,14 @@ def test_the_load_under_which_costs_were_measured_changes_no_choice(pace: float,
     are the costs beside each other."""
     truth = {PLAIN: Cost(1.0), WIDE[1]: Cost(1.5), Choice("ngram", 4): Cost(1.3, 1.0)}
 
-    def chosen(pace: float) -> list[RoundPlan]:
+    def chosen(pace: float) -> list[tuple[Choice, int, bool]]:
         history = History({"ngram": 4, "dflash": 4})
         rng = np.random.default_rng(seed)
         plans = []
         policy = Policy(history, {one: cost.times(pace) for one, cost in truth.items()}, truth, 0.02 * pace)
         for _ in range(8):
-            plans.append(plan := policy.next(64))
+            plan = policy.next(64)
+            plans.append(plan[:3])
             found = rng.integers(0, 2, (plan.rounds, 1)) if plan.choice.drafter == "ngram" else np.ones((plan.rounds, 1), int)
             drafted = found * (plan.choice.width - 1)
             idle = 1 - found.mean() if plan.choice.drafter == "ngram" else 0.0
@@ -429,7 +429,7 @@ def test_a_machine_that_slows_down_changes_no_choice_for_long():
     policy = Policy(History({"dflash": 4}), {one: Cost(cost) for one, cost in truth.items()}, truth)
     chosen: list[Choice] = []
     for turn in range(200):
-        choice, rounds, _ = policy.next(4)
+        choice, rounds, *_ = policy.next(4)
         drafted = np.full((rounds, 1), choice.width - 1)
         accepted = np.minimum(drafted, 1)  # two tokens in the time of a step and a half
         policy.observe(choice, drafted, accepted, drafted >= 0, rounds * (1 if turn < 50 else 5) * truth[choice])

@@ -73,9 +73,8 @@ class Pacer(Pace):
         self.history.begin_request(rows)
 
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
-        policy = self.policy(rows)
-        plan = policy.next(most)
-        seconds = self.seconds.get((rows, plan.choice), policy.outlook([plan.choice])[plan.choice].seconds)
+        plan = self.policy(rows).next(most)
+        seconds = self.seconds.get((rows, plan.choice), plan.seconds)
         return plan.choice, min(plan.rounds, self.most(seconds, hurried))
 
     def observe(
@@ -187,7 +186,7 @@ class EnginePacer(Pacer):
 
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
         costs = self.costs(rows)
-        ready = [choice for choice in self.team.choices if choice in self.runner.choices_for(rows)]
+        ready = [choice for choice in self.runner.choices_for(rows) if choice is not None]
         choice = self.trials[rows].next([choice for choice in ready if choice not in costs.rounds])
         if choice is not None:
             return choice, min(most, self.most(self.seconds.get((rows, choice), self.dispatch_s / FIRST_TRIAL_ROUNDS), hurried))

@@ -103,6 +103,7 @@ class Acceptance:
         accepted: those of `reached` that accepted the position, too.
         rounds, idle: all rounds of a row, and those in which the drafter was idle (see `Cost`).
         earlier: the four counts of earlier requests: `[positions]`, `[positions]`, and numbers.
+        earlier_rates: acceptance of earlier requests by position; None before there is any.
     """
 
     def __init__(self, positions: int, expected: float | tuple[float, ...] = OPTIMISM):
@@ -116,6 +117,7 @@ class Acceptance:
         self.idle = 0.0
         self.earlier = (np.zeros(positions), np.zeros(positions), 0.0, 0.0)
         self.prior = expected
+        self.earlier_rates: list[float] | None = None
 
     def observe(
         self, width: int, drafted: np.ndarray, accepted: np.ndarray, rows: float = 1.0, from_ngrams: np.ndarray | None = None
@@ -148,6 +150,8 @@ class Acceptance:
             decay * rounds + share * self.rounds,
             decay * idle + share * self.idle,
         )
+        reached, accepted, _, _ = self.earlier
+        self.earlier_rates = drawn_rates(reached, accepted, self.prior, PRIOR_WEIGHT) if reached.any() else None
         self.reached *= 1 - share
         self.accepted *= 1 - share
         self.rounds *= 1 - share
@@ -155,11 +159,9 @@ class Acceptance:
 
     def rates(self) -> list[float]:
         """Returns each position's acceptance, given that all drafts before it were accepted."""
-        reached, accepted, _, _ = self.earlier
-        if not reached.any():
+        if self.earlier_rates is None:
             return drawn_rates(self.reached, self.accepted, self.prior, PRIOR_WEIGHT)
-        prior = drawn_rates(reached, accepted, self.prior, PRIOR_WEIGHT)
-        return drawn_rates(self.reached, self.accepted, prior, EARLIER_WEIGHT)
+        return drawn_rates(self.reached, self.accepted, self.earlier_rates, EARLIER_WEIGHT)
 
     def accepted_drafts(self) -> list[float]:
         """Returns the expected number of accepted drafts in blocks of 1, 2, ... tokens."""
@@ -259,11 +261,19 @@ class History:
 
 
 class RoundPlan(NamedTuple):
-    """The next rounds: their choice, the number until the next look, and True for a trial of a drafter that is off."""
+    """The next rounds.
+
+    Attributes:
+        choice: their kind.
+        rounds: their number until the next look.
+        is_trial: True for a trial of a drafter that is off.
+        seconds: expected seconds of one of them.
+    """
 
     choice: Choice
     rounds: int
-    is_trial: bool = False
+    is_trial: bool
+    seconds: float
 
 
 class Outlook(NamedTuple):
@@ -353,9 +363,9 @@ class Policy:
             if lost <= self.history.budget:
                 self.history.budget -= lost
                 self.history.off[name] = 0.0
-                return RoundPlan(tried, min(rounds, most), is_trial=True)
+                return RoundPlan(tried, min(rounds, most), True, outlook[tried].seconds)
         least = math.ceil(self.dispatch / (DISPATCHING * outlook[best].seconds))
-        return RoundPlan(best, min(max(ROUNDS_PER_CHOICE, least), most))
+        return RoundPlan(best, min(max(ROUNDS_PER_CHOICE, least), most), False, outlook[best].seconds)
 
     def observe(
         self,
