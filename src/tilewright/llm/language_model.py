@@ -455,7 +455,8 @@ class LanguageModel:
         whole = math.lcm(PAGE_MULTIPLE, self.table.chunks[-1])
         capacity = -(-shape.capacity // whole) * whole
         table = replace(self.table, batches=(shape.batch,), capacities=(capacity,))
-        ahead = look_ahead(table.chunks[-1], 1 if drafter is None else drafter.block_size)
+        widest, beyond = (1, 0) if drafter is None else (drafter.block_size, drafter.beyond_windows)
+        ahead = look_ahead(table.chunks[-1], widest) + beyond
         layout = Layout.full(shape.batch, capacity, self.model.target.config.windows, ahead)
         model = self.model
         # If several threads make the programs at once, all use the first one's.

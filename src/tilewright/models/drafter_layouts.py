@@ -44,7 +44,7 @@ def is_drafter(fields: Mapping[str, Any], where: str) -> bool:
     if "speculators_model_type" in fields or "speculators_config" in fields:
         return True
     names = [str(name).lower() for name in as_published(fields, where).get("architectures") or ()]
-    declared = any(kind in name for kind in ("dflash", "dspark", "lilicorr", "eagle", "mtpdraft") for name in names)
+    declared = any(kind in name for kind in ("dflash", "dspark", "lilicorr", "eagle", "mtpdraft", "assistantfor") for name in names)
     return declared or "dflash_config" in fields or "draft_vocab_size" in fields
 
 

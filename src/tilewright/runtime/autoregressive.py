@@ -114,7 +114,8 @@ class Autoregressive:
         self.prefix_cache = options.prefix_cache is not False and not outside
         contexts = () if model.drafter is None else model.drafter.contexts
         pages = Pages(layout.pages, layout.page_size)
-        windows = [PageGroup(Pages(each.pages, layout.page_size), each.window) for each in layout.windows]
+        beyond = 0 if model.drafter is None else model.drafter.beyond_windows
+        windows = [PageGroup(Pages(each.pages, layout.page_size), each.window + beyond) for each in layout.windows]
         snapshots = Snapshots(layout.snapshots, pages) if layout.snapshots and self.prefix_cache else None
         sizes = (programs.table, pages, layout.capacity, self.prefix_cache)
         self.scheduler = Scheduler(*sizes, contexts, windows, snapshots, model.target.blocks or model.target.canvas)

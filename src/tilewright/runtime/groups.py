@@ -47,7 +47,7 @@ class PageGroup:
     """Page pool of one group of layers.
 
     Attributes:
-        window: window of its layers; None if a query attends to every position.
+        window: positions that its layers' queries, and a drafter, may read, their own included; None if they read every one.
     """
 
     pages: Pages

@@ -117,6 +117,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def beyond_windows(self) -> int:
+        """Positions before the windows of the target's own queries that it reads in the target's cache."""
+        ...
+
+    @property
     def choices(self) -> tuple[Choice | None, ...]:
         """Kinds of rounds, each with a program of its own; a single None if all rounds are alike."""
         ...
@@ -200,6 +205,7 @@ class OneKind:
 
     branches = False
     nodes = 0
+    beyond_windows = 0
 
     @property
     def expected_acceptance(self) -> tuple[float, ...]:

@@ -170,7 +170,8 @@ def window_pages(window: int, ahead: int, page_size: int, capacity: int) -> int:
     """Returns the most pages that a row holds in layers with a window.
 
     Args:
-        ahead: positions that are written behind the last position that a query may still attend to.
+        ahead: positions that are written behind the last position that a query may still attend to, and those before the window
+            that a drafter reads.
     """
     return min((window + ahead) // page_size + 3, -(-capacity // page_size))
 

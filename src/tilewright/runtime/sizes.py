@@ -118,7 +118,7 @@ class PoolBytes:
 
     Attributes:
         batch, capacity, page_size, snapshots: see `layout.Layout`.
-        ahead: see `layout.look_ahead`.
+        ahead: see `layout.window_pages`.
     """
 
     target: Target
@@ -180,11 +180,13 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     longest = min(model_context, options.context or model_context)
     masked = masked_width(target, dtype) if options.constraints else 1
     widest = (target.block_length or masked) if drafter is None else drafter.block_size
+    beyond = 0 if drafter is None else drafter.beyond_windows
     table = options.shapes(longest)
     capacity = table.capacities[-1]
     size = options.page_size
     full = table.batches[-1] * capacity // size
-    pool = PoolBytes(target, drafter, dtype, table.batches[-1], capacity, size, look_ahead(table.chunks[-1], widest))
+    ahead = look_ahead(table.chunks[-1], widest) + beyond
+    pool = PoolBytes(target, drafter, dtype, table.batches[-1], capacity, size, ahead)
     pool = replace(pool, snapshots=snapshots_for(pool, options))
     fixed = pool.fixed_bytes
     each = pool.page_bytes

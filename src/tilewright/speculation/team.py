@@ -100,6 +100,10 @@ class Team:
     def tap_layers(self) -> tuple[int, ...]:
         return tuple(sorted({layer for member in self.members for layer in member.tap_layers}))
 
+    @property
+    def beyond_windows(self) -> int:
+        return max(member.beyond_windows for member in self.members)
+
     def place(self, choice: Choice) -> int | None:
         """Returns the index of the choice's drafter; None for plain decoding."""
         return next((place for place, member in enumerate(self.members) if member.name == choice.drafter), None)
@@ -191,6 +195,10 @@ class TeamVariant:
     @property
     def tap_layers(self) -> tuple[int, ...]:
         return self.team.tap_layers
+
+    @property
+    def beyond_windows(self) -> int:
+        return self.team.beyond_windows
 
     @property
     def may_be_idle(self) -> bool:

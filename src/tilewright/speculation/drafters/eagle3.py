@@ -13,11 +13,11 @@ from tilewright.models import eagle3
 from tilewright.models.config import HeadSizes
 from tilewright.models.params import DTYPES, ArraySpec
 from tilewright.runtime.state import Models, Target
-from tilewright.speculation.drafters.chain import Chain
+from tilewright.speculation.drafters.chain import PairChain
 
 
 @dataclass(frozen=True)
-class Eagle3(Chain):
+class Eagle3(PairChain):
     """Drafter that proposes a chain from the target's hidden states after a few tapped layers (EAGLE-3)."""
 
     name = "eagle3"

@@ -10,7 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from tilewright.models import checkpoint, dflash, dflash2, draft_vocab, dspark, eagle3, gguf, hub, lilicorr, mtp, torch_file
+from tilewright.models import (
+    assistant,
+    checkpoint,
+    dflash,
+    dflash2,
+    draft_vocab,
+    dspark,
+    eagle3,
+    gguf,
+    hub,
+    lilicorr,
+    mtp,
+    torch_file,
+)
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.diffusion import is_diffusion
 from tilewright.models.drafter_layouts import as_published, is_alongside, plain_name
@@ -20,6 +33,7 @@ from tilewright.models.quantised import quantised_layout
 from tilewright.models.stored import is_finite, read_headers
 from tilewright.runtime.interfaces import Drafter
 from tilewright.speculation.drafters import base
+from tilewright.speculation.drafters.assistant import Assistant
 from tilewright.speculation.drafters.blockwise import Blockwise
 from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.dflash2 import DFlash2
@@ -125,7 +139,6 @@ def load_drafter(
     """Loads a drafter and checks that it fits the target. Returns the drafter and its parameters.
 
         Args:
-    from tilewright.speculation.drafters.mtp import MTP
             source: folder, hub id, "ngram", "suffix" or "self". None with a block size is block-wide decoding,
                 without one no drafter.
             dtype: dtype of the drafter, unless the options name another.
@@ -148,20 +161,22 @@ def load_drafter(
         check_kind(source, folder, "drafter")
     fields = as_published(checkpoint.read_config(folder), str(folder / checkpoint.CONFIG))
     kind = block_kind(fields)
+    if assistant.is_assistant(fields):
+        check_chain(options, "an assistant")
+        if options.draft_window is not None:
+            raise ValueError("a draft window needs a drafter with a context; an assistant reads the target's keys and values")
+        config, params = assistant.load(folder, target, DTYPES[precision], console)
+        return Assistant(config, config.block_size if size is None else size, precision), params
     if mtp.is_mtp(fields):
         check_chain(options, "an MTP head")
         head, params = mtp.load(folder, target, DTYPES[precision], console)
-        return MTP(head, head.block_size if size is None else size, options.draft_window, precision), params
-    chain = kind is DFLASH and eagle3.is_eagle3(fields)
-    if options.walk is not None and kind is DFLASH:
-        raise ValueError(f"a walk needs {WALKERS}; this is {'an EAGLE-3' if chain else 'a DFlash'} one")
-    if chain:
-        if options.refine:
-            raise ValueError("refining needs a DFlash drafter; this is an EAGLE-3 one")
-        if options.tree_nodes:
-            raise ValueError(f"a tree needs {BRANCHING}; this is an EAGLE-3 one")
+        return MTP(head, head.block_size if size is None else size, precision, window=options.draft_window), params
+    if kind is DFLASH and eagle3.is_eagle3(fields):
+        check_chain(options, "an EAGLE-3 one")
         config, params = eagle3.load(folder, target, DTYPES[precision], console)
-        return Eagle3(config, config.block_size if size is None else size, options.draft_window, precision), params
+        return Eagle3(config, config.block_size if size is None else size, precision, window=options.draft_window), params
+    if options.walk is not None and kind is DFLASH:
+        raise ValueError(f"a walk needs {WALKERS}; this is a DFlash one")
     config, params = load_dflash(folder, fields, target, precision, console)
     settings = (config.block_size if size is None else size, options.draft_window, precision, options.refine)
     more: dict[str, Any] = {} if kind is DFLASH else {"walk": options.walk or "sampled"}
@@ -177,6 +192,8 @@ def check_chain(options: DrafterOptions, kind: str) -> None:
         raise ValueError(f"refining needs a DFlash drafter; this is {kind}")
     if options.walk is not None:
         raise ValueError(f"a walk needs {WALKERS}; this is {kind}")
+    if options.tree_nodes:
+        raise ValueError(f"a tree needs {BRANCHING}; this is {kind}")
 
 
 def load_stored_head(
@@ -195,7 +212,7 @@ def load_stored_head(
     config, params = mtp.load_stored_head(folder, target, DTYPES[dtype], console)
     size = config.block_size if options.block_size is None else options.block_size
     assert not isinstance(size, str)
-    return MTP(config, size, options.draft_window, dtype), params
+    return MTP(config, size, dtype, window=options.draft_window), params
 
 
 class Kind(NamedTuple):

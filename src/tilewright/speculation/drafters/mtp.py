@@ -14,11 +14,11 @@ from tilewright.models.config import HeadSizes
 from tilewright.models.params import DTYPES
 from tilewright.runtime.state import Models, Target
 from tilewright.speculation.drafters import base
-from tilewright.speculation.drafters.chain import Chain
+from tilewright.speculation.drafters.chain import PairChain
 
 
 @dataclass(frozen=True)
-class MTP(Chain):
+class MTP(PairChain):
     """Drafter that proposes a chain through the target's output head, from the target's last hidden state (MTP)."""
 
     name = "mtp"
@@ -47,11 +47,6 @@ class MTP(Chain):
     @property
     def heads(self) -> HeadSizes:
         return self.config.heads
-
-    def features(self, target: Target, models: Models, taps: tuple[Array, ...]) -> Float[Array, "B T H"]:
-        """Returns the target's hidden states after its final norm."""
-        (stream,) = taps
-        return target.ops.rms_norm(stream, models.target.norm, target.config.rms_norm_eps).astype(DTYPES[self.dtype])
 
     def keys(
         self, params: Any, h: Float[Array, "B T H"], embeds: Float[Array, "B T H"], positions: Int[Array, "B T"]

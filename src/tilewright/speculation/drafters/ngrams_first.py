@@ -66,6 +66,10 @@ class NGramsFirst(OneKind):
         return self.other.reads_target_head
 
     @property
+    def beyond_windows(self) -> int:
+        return self.other.beyond_windows
+
+    @property
     def expected_acceptance(self) -> tuple[float, ...]:
         return self.other.expected_acceptance
 
