@@ -6,7 +6,7 @@ drafts from the engine's own pages. Needs the `oracle` extra. A failure prints t
 
 import os
 import secrets
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from llm.support import state_of
-from llm.test_families import copied, tokenizer  # noqa: F401 (a fixture)
+from llm.test_families import tokenizer  # noqa: F401 (a fixture)
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models import assistant
 from tilewright.models.assistant import AssistantConfig
@@ -77,10 +77,11 @@ def randomise(model: Any, generator: Any) -> Any:
 def models_of(case: str) -> tuple[Any, Any]:
     """transformers' target and assistant."""
     prefix, more = CASES[case]
-    sizes = {**TEXT, **({} if prefix == "Gemma4Unified" else {"hidden_size_per_layer_input": 0})}
+    unified = prefix == "Gemma4Unified"
+    sizes = {**TEXT, "num_hidden_layers": 4, **({} if unified else {"hidden_size_per_layer_input": 0})}
     text = getattr(transformers, f"{prefix}TextConfig")
-    target = getattr(transformers, f"{prefix}ForCausalLM")(text(**sizes, **TARGET, num_hidden_layers=4))
-    layers = text(**sizes, **DRAFTER, num_hidden_layers=4, **({} if prefix == "Gemma4Unified" else {"vocab_size_per_layer_input": 0}))
+    target = getattr(transformers, f"{prefix}ForCausalLM")(text(**sizes, **TARGET))
+    layers = text(**sizes, **DRAFTER, **({} if unified else {"vocab_size_per_layer_input": 0}))
     config = getattr(transformers, f"{prefix}AssistantConfig")(text_config=layers, backbone_hidden_size=48, **more)
     drafter = getattr(transformers, f"{prefix}AssistantForCausalLM")(config)
     generator = torch.Generator().manual_seed(SEED)
@@ -111,13 +112,12 @@ def all_logits(config: AssistantConfig, ops: Any, params: Any, x: jax.Array) -> 
     return filled.at[jnp.arange(len(x))[:, None], tokens[:, 0]].set(logits[:, 0])
 
 
-def own_rounds(lm: LanguageModel, texts: list[list[int]]) -> tuple[list[list[int]], np.ndarray]:
-    """Drafts of the engine's rounds behind texts, and their logits `[texts, drafts, V]`."""
+def watched_proposals(lm: LanguageModel) -> Callable[[Models, DecodeState], tuple[jax.Array, jax.Array]]:
+    """Returns a function of the blocks of a state, and the logits of their drafts `[B, drafts, V]`."""
     drafter = lm.drafter
     assert isinstance(drafter, Assistant)
     choose = assistant.choose
 
-    @jax.jit
     def propose(models: Models, state: DecodeState) -> tuple[jax.Array, jax.Array]:
         seen = []
 
@@ -130,12 +130,7 @@ def own_rounds(lm: LanguageModel, texts: list[list[int]]) -> tuple[list[list[int
             block = drafter.propose(lm.model.target, models, state).block
         return block, jnp.stack(seen, axis=1)
 
-    session = lm.start(texts, Sampling(DRAFTS))
-    session.prefill()
-    state, numbers = state_of(session)
-    block, logits = propose(lm.model.models, state)
-    order = np.argsort(numbers)
-    return np.asarray(block)[order, 1:].tolist(), np.asarray(logits)[order]
+    return jax.jit(propose)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "xla"])
@@ -149,11 +144,15 @@ def test_every_round_equals_the_published_one(case: str, kernels: str, tokenizer
     table = ShapeTable(batches=(8,), capacities=(64,), chunks=(16,))
     lm = load(tmp_path / "target", tmp_path / "drafter", table=table, block_size=DRAFTS + 1, kernels=kernels, dtype="float32")
     tokens = np.random.default_rng(SEED).integers(0, VOCAB, LENGTH).tolist()
+    propose = watched_proposals(lm)
     texts = [tokens[:n] for n in range(2, LENGTH + 1)]
     for first in range(0, len(texts), 8):
-        some = texts[first : first + 8]
-        drafts, logits = own_rounds(lm, some)
-        for text, own, found in zip(some, drafts, logits, strict=True):
+        session = lm.start(texts[first : first + 8], Sampling(DRAFTS))
+        session.prefill()
+        state, numbers = state_of(session)
+        block, logits = (np.asarray(part) for part in propose(lm.model.models, state))
+        for number, drafts, found in zip(numbers, block[:, 1:].tolist(), logits, strict=True):
+            text = texts[first + number]
             want, expected = published_round(target, drafter, torch.tensor([text]))
-            assert own == want, f"drafts behind {len(text)} tokens"
+            assert drafts == want, f"behind {len(text)} tokens"
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4, err_msg=f"behind {len(text)} tokens")

@@ -1,8 +1,8 @@
 """Reference of drafting with an assistant of Gemma 4 in NumPy float64, which tests compare with the engine.
 
-Written from transformers' code of the method and not from the engine. The target's states, keys and values come from a pass over
-the whole text without a cache. One sequence at a time, so arrays have no batch dim. Weights are kept as a checkpoint stores them,
-`[out, in]`.
+Written from transformers' code of the method and not from the engine. The target's states, keys and values come from a pass
+over the whole text without a cache. One sequence at a time, so arrays have no batch dim. Weights are kept as checkpoints store
+them, `[out, in]`.
 
 Source: `modeling_gemma4_assistant.py` and `SinglePositionMultiTokenCandidateGenerator` of transformers 5.24.
 """
@@ -26,6 +26,8 @@ from tilewright.models.checkpoint import load_decoder
 from tilewright.models.params import initialise, to_tensors
 
 WINDOW = 16
+SURENESS = np.float32(0.4)
+"""Scale of embeddings: the larger, the more the last token decides."""
 TEXT: dict[str, Any] = {
     "model_type": "gemma4_text",
     "hidden_size_per_layer_input": 0,
@@ -42,8 +44,17 @@ TEXT: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
-TARGET = {"hidden_size": 32, "intermediate_size": 48, "layer_types": ["sliding_attention", "full_attention"] * 2}
-LAYERS = {"hidden_size": 24, "intermediate_size": 40, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+TARGET = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "tie_word_embeddings": False,
+}
+LAYERS = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
 
 
 def random_tensors(seed: int, specs: Any) -> dict[str, NDArray[Any]]:
@@ -55,35 +66,49 @@ def random_tensors(seed: int, specs: Any) -> dict[str, NDArray[Any]]:
         scaled = 1 + 0.3 * drawn if tensor.ndim == 1 else drawn * (1 if "embed" in name else 1.5 * tensor.shape[1] ** -0.5)
         if name == assistant.ORDERING:
             scaled = rng.permutation(tensor.size)
-        found[name] = np.ascontiguousarray(scaled.astype(np.int64 if name == assistant.ORDERING else np.float32))
+        found[name] = scaled.astype(np.int64 if name == assistant.ORDERING else np.float32)
     return found
 
 
-def as_folders(folder: Path, vocab: int, clusters: int = 0, chosen: int = 2, seed: int = 0, **more: Any) -> tuple[Path, Path]:
+def as_folders(
+    folder: Path, vocab: int, clusters: int = 0, chosen: int = 2, seed: int = 0, eos: int | None = None, **more: Any
+) -> tuple[Path, Path]:
     """Writes a random target and an assistant for it. Returns the target's folder, where "t7" is token 7, and the assistant's.
+
+    Both tend to the successor of a token, so that some drafts are accepted.
 
     Args:
         more: fields of the assistant's `config.json`.
     """
     sizes = {**TEXT, "vocab_size": vocab}
-    target = {**sizes, **TARGET, "num_hidden_layers": len(TARGET["layer_types"]), "architectures": ["Gemma4ForCausalLM"]}
+    target = {
+        **sizes,
+        **TARGET,
+        "eos_token_id": eos,
+        "num_hidden_layers": len(TARGET["layer_types"]),
+        "architectures": ["Gemma4ForCausalLM"],
+    }
+    with_clusters = {"use_ordered_embeddings": True, "num_centroids": clusters, "centroid_intermediate_top_k": chosen}
     fields = {
         "model_type": "gemma4_assistant",
         "architectures": ["Gemma4AssistantForCausalLM"],
         "backbone_hidden_size": TARGET["hidden_size"],
         "text_config": {**sizes, **LAYERS, "num_hidden_layers": len(LAYERS["layer_types"]), "num_kv_shared_layers": 3},
-        **({"use_ordered_embeddings": True, "num_centroids": clusters, "centroid_intermediate_top_k": chosen} if clusters else {}),
+        **(with_clusters if clusters else {}),
         **more,
     }
     config = decoder.config_from_hf(target)
-    arrays = {
-        "target": (target, random_tensors(seed, decoder.declare(config))),
-        "drafter": (fields, random_tensors(seed + 1, assistant.declare(assistant.config_from_hf(fields, config)))),
-    }
-    for name, (content, tensors) in arrays.items():
+    tensors = random_tensors(seed, decoder.declare(config))
+    embedding = tensors["model.embed_tokens.weight"] = SURENESS * tensors["model.embed_tokens.weight"]
+    successor = np.roll(embedding, 1, axis=0)
+    tensors["lm_head.weight"] = successor
+    drafter = random_tensors(seed + 1, assistant.declare(assistant.config_from_hf(fields, config)))
+    drafter["model.embed_tokens.weight"] = successor
+    drafter["pre_projection.weight"] += np.eye(*drafter["pre_projection.weight"].shape, dtype=np.float32)
+    for name, content, arrays in (("target", target, tensors), ("drafter", fields, drafter)):
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(content))
-        save_file(tensors, folder / name / "model.safetensors")
+        save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, folder / name / "model.safetensors")
     tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(vocab)}, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "target" / "tokenizer.json"))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llm.support import build, prompts
+from reference.assistant_numpy import as_folders as with_assistant
 from reference.dflash_numpy import as_folders, random_pair
 from reference.mtp_numpy import add_head, random_head
 from runtime.dance import EOS, VOCAB, Dance, with_automaton
@@ -76,7 +77,8 @@ def test_what_is_forced_is_drafted_first():
 
 
 @pytest.fixture(
-    scope="module", params=["plain", "dflash", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mtp", "suffix"))]
+    scope="module",
+    params=["plain", "dflash", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mtp", "assistant", "suffix"))],
 )
 def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     folder = tmp_path_factory.mktemp(request.param)
@@ -88,6 +90,8 @@ def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     if request.param == "mtp":
         target, _ = as_folders(folder, PAIR)
         return load(add_head(target, random_head(0, PAIR.target_config)), "mtp", block_size=BLOCK, table=TABLE)
+    if request.param == "assistant":
+        return load(*with_assistant(folder, VOCAB, eos=EOS[0]), block_size=BLOCK, table=TABLE)
     lm = build(folder, PAIR, table=TABLE)
     return lm if request.param == "dflash" else lm.with_drafter(None)
 

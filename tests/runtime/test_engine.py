@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from llm.support import build, prompts
+from reference.assistant_numpy import as_folders as with_assistant
 from reference.dflash_numpy import as_folders, random_pair
 from reference.eagle3_numpy import as_folder, random_eagle3
 from reference.mtp_numpy import add_head, random_head
@@ -75,14 +76,18 @@ MODELS: dict[str, Callable[[Path], LanguageModel]] = {
     "dflash": lambda folder: build(folder, PAIR, table=TABLE),
     "bfloat16": lambda folder: build(folder, PAIR, table=TABLE, dtype="bfloat16"),
     "mtp": with_stored_head,
+    "assistant": lambda folder: load(*with_assistant(folder, VOCAB), block_size=BLOCK, table=TABLE),
     "suffix": suffix_of,
     "team": team_of,
 }
 
 
+RARE = ("bfloat16", "mtp", "assistant", "suffix")
+
+
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow if name in ("bfloat16", "mtp", "suffix") else ()) for name in MODELS],
+    params=[pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in MODELS],
 )
 def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     if request.param == "bfloat16" and native.kernels().isa is None:

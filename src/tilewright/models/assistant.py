@@ -12,7 +12,7 @@ window reaches two positions further back than the target's own query at p does.
 After a partly accepted round, transformers' loop also shows a chain some keys and values of rejected drafts; here a chain sees
 committed tokens only, as transformers' does after a prefill.
 
-The assistants of E2B and E4B choose in two steps: the clusters of tokens with the best centroids, then the best of their tokens.
+The assistants of E2B and E4B choose in two steps: the clusters of tokens with the best centroids, then the best token in them.
 """
 
 from collections.abc import Mapping
@@ -98,7 +98,8 @@ def config_from_hf(fields: Mapping[str, Any], target: DecoderConfig, where: str 
     count = text.get("num_hidden_layers")
     read.require(shared in (None, 0, count), f"num_kv_shared_layers must be num_hidden_layers ({count}), found {shared!r}")
     layers = decoder.config_from_hf({**text, "num_kv_shared_layers": 0}, where)
-    read.require(layers.family in TARGETS, f"text_config: model_type must be one of {', '.join(TARGETS)}, found {layers.family}")
+    of_family = layers.family in TARGETS
+    read.require(of_family, f"model_type of text_config must be one of {', '.join(TARGETS)}, found {layers.family}")
     read.require(layers.mixture is None, "enable_moe_block=True is not supported")
     clusters = chosen = 0
     if read.flag("use_ordered_embeddings", default=False):
@@ -288,9 +289,7 @@ def candidates(
     return tokens, jnp.einsum("bth,btsh->bts", x, rows, precision=precision, preferred_element_type=jnp.float32)
 
 
-def choose(
-    config: AssistantConfig, ops: Operations, params: AssistantParams, x: Float[Array, "B T H"]
-) -> Int[Array, "B T"]:
+def choose(config: AssistantConfig, ops: Operations, params: AssistantParams, x: Float[Array, "B T H"]) -> Int[Array, "B T"]:
     """Returns the most likely token after each output of `step`."""
     if params.clusters is None:
         return ops.head_argmax(x, params.head)[0]

@@ -22,6 +22,8 @@ SPECULATORS = {
 """Supported kinds of speculators, and the published architecture of each."""
 NON_CAUSAL = "sliding_window_non_causal"
 MUSE = ("MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel")
+DECLARED = ("dflash", "dspark", "lilicorr", "eagle", "mtpdraft", "assistantfor")
+"""Parts of the names of drafters' architectures, in lower case."""
 ALONGSIDE = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 """Prefixes of tensors that are used only in training, or repeat the configuration."""
 
@@ -44,7 +46,7 @@ def is_drafter(fields: Mapping[str, Any], where: str) -> bool:
     if "speculators_model_type" in fields or "speculators_config" in fields:
         return True
     names = [str(name).lower() for name in as_published(fields, where).get("architectures") or ()]
-    declared = any(kind in name for kind in ("dflash", "dspark", "lilicorr", "eagle", "mtpdraft", "assistantfor") for name in names)
+    declared = any(kind in name for kind in DECLARED for name in names)
     return declared or "dflash_config" in fields or "draft_vocab_size" in fields
 
 

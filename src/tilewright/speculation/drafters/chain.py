@@ -98,9 +98,7 @@ class Chain(OneKind, ABC):
         context: ChainContext = state.draft_cache
         features = self.features(target, models, taps)
         keys = self.extended(target, models, state, features, start, stop)
-        return replace(
-            state, draft_cache=ChainContext(keys, base.last_feature(features, start, stop, context.feature))
-        )
+        return replace(state, draft_cache=ChainContext(keys, base.last_feature(features, start, stop, context.feature)))
 
     def extended(
         self,

@@ -138,11 +138,11 @@ def load_drafter(
 ) -> tuple[Drafter | None, Any]:
     """Loads a drafter and checks that it fits the target. Returns the drafter and its parameters.
 
-        Args:
-            source: folder, hub id, "ngram", "suffix" or "self". None with a block size is block-wide decoding,
-                without one no drafter.
-            dtype: dtype of the drafter, unless the options name another.
-            target_folder: folder of the target, which may hold a head for "mtp".
+    Args:
+        source: folder, hub id, "ngram", "suffix" or "self". None with a block size is block-wide decoding,
+            without one no drafter.
+        dtype: dtype of the drafter, unless the options name another.
+        target_folder: folder of the target, which may hold a head for "mtp".
     """
     size = options.block_size
     assert not isinstance(size, str), "callers that choose widths per round load drafters at full width"
