@@ -184,12 +184,14 @@ class Reference:
         _, states, caches = self.run(self.params, padded)
         h = np.asarray(states[0, last - 1], np.float64)
         kinds = ("sliding_attention", "full_attention")  # of the target's last two layers
-        cached = {kind: [np.asarray(part[0, :, :last], np.float64) for part in caches[n - 2]] for n, kind in enumerate(kinds)}
+        keys, values = (
+            {kind: np.asarray(caches[n - 2][part][0, :, :last], np.float64) for n, kind in enumerate(kinds)} for part in (0, 1)
+        )
         for _ in range(drafts):
             embedded = self.embedding[[*tokens, *proposed][-1]] * self.embedding.shape[1] ** 0.5
             x = self.weight("pre_projection") @ np.concatenate([embedded, h])
             for n, kind in enumerate(LAYERS["layer_types"]):
-                x = self.layer(n, x, *cached[kind], last)
+                x = self.layer(n, x, keys[kind], values[kind], last)
             x = self.norm(x, "model.norm")
             logits = self.weight("model.embed_tokens") @ x
             if self.fields.get("use_ordered_embeddings"):

@@ -244,8 +244,9 @@ def load(
     if tokens is None or not np.issubdtype(tokens.dtype, np.integer) or not np.array_equal(np.sort(tokens, axis=None), every):
         found = "no such tensor" if tokens is None else f"{tokens.dtype} {list(tokens.shape)}"
         raise ValueError(f"{folder}: expected {ORDERING} to hold each of {len(every)} tokens once, found {found}")
+    assert params.clusters is not None
     tokens = jnp.asarray(tokens.reshape(clusters.tokens.shape), jnp.int32)
-    return config, replace(params, clusters=replace(params.clusters, tokens=tokens))
+    return config, replace(params, clusters=Clusters(params.clusters.centroids, tokens))
 
 
 def step(
