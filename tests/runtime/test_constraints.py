@@ -91,7 +91,7 @@ def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
         target, _ = as_folders(folder, PAIR)
         return load(add_head(target, random_head(0, PAIR.target_config)), "mtp", block_size=BLOCK, table=TABLE)
     if request.param == "assistant":
-        return load(*with_assistant(folder, VOCAB, eos=EOS[0]), block_size=BLOCK, table=TABLE)
+        return load(*with_assistant(folder, VOCAB, eos=EOS[0], seed=1), block_size=BLOCK, table=TABLE)
     lm = build(folder, PAIR, table=TABLE)
     return lm if request.param == "dflash" else lm.with_drafter(None)
 
