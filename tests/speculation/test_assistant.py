@@ -29,6 +29,8 @@ BLOCK = 4
 CAPACITY = 112
 """Pages have 16 positions, as this is no multiple of 32; they begin where the window of 16 does, so that its bounds matter."""
 NEW = 32
+ROUNDS = 20
+"""New tokens of rows whose rounds are compared one by one; their windows end in several pages meanwhile."""
 TABLE = ShapeTable(batches=(1, 8), capacities=(CAPACITY,), chunks=(16,))
 PROMPTS = prompts(0, [1, 1, 2, 3, 9, 14, 21, 29], vocab=VOCAB)
 REQUESTS = [
@@ -58,9 +60,9 @@ def test_rounds_equal_the_reference(lm: LanguageModel, folders: tuple[Path, Path
     drafter = lm.drafter
     assert isinstance(drafter, Assistant)
     propose = jax.jit(partial(drafter.propose, lm.model.target))
-    inputs = [PROMPTS[3], PROMPTS[7]]
+    inputs = PROMPTS[5::2]
     texts = [list(prompt) for prompt in inputs]
-    session = lm.start(inputs, Sampling(NEW, ignore_eos=True))
+    session = lm.start(inputs, Sampling(ROUNDS, ignore_eos=True))
     session.prefill()
     seen = set()
     while not session.finished:
@@ -73,10 +75,10 @@ def test_rounds_equal_the_reference(lm: LanguageModel, folders: tuple[Path, Path
             assert block == [text[-1], *drafts], f"row {number} behind {len(text)} tokens"
             agreed = [*(draft == choice for draft, choice in zip(drafts, choices, strict=False)), False].index(False)
             new = [piece.token for piece in pieces if piece.row == number]
-            assert new == choices[: agreed + 1][: NEW + len(inputs[number]) - len(text)]
+            assert new == choices[: agreed + 1][: ROUNDS + len(inputs[number]) - len(text)]
             text += new
             seen.add(agreed)
-    assert seen == {0, 1, 2, 3}
+    assert {0, 3} < seen
     assert session.engine.decoding.programs.layout.page_size == 16
 
 
