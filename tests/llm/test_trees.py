@@ -16,7 +16,9 @@ from llm.test_families import copied, golden_tokens, random_drafter, tokenizer  
 from reference.dflash2_numpy import as_dflash2
 from reference.dflash_numpy import as_folders, random_pair
 from reference.dspark_numpy import as_dspark
+from reference.eagle3_numpy import as_folder, random_eagle3
 from reference.lilicorr_numpy import as_lilicorr
+from reference.mtp_numpy import add_head, random_head
 from runtime.support import check_empty, drive
 from tilewright.kernels import native
 from tilewright.llm.language_model import LanguageModel, load
@@ -107,6 +109,23 @@ def test_an_accepted_sibling_is_noticed(folders: tuple[Path, Path], want: list[l
     mutant = load(target, drafter, table=SMALL, block_size=BLOCK, tree_nodes=(8,))
     monkeypatch.setattr(rounds, "accepted_nodes", siblings)
     assert tokens_of(mutant, PROMPTS, REQUESTS, speculative=True)[0] != want[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("nodes", [2, 8, 32])
+def test_trees_of_chains_give_the_tokens_of_plain_decoding(kind: str, nodes: int, tmp_path: Path):
+    target, _ = as_folders(tmp_path, PAIR)
+    drafter = "mtp"
+    if kind == "mtp":
+        add_head(target, random_head(0, PAIR.target_config))
+    else:
+        drafter = str(as_folder(tmp_path / "eagle3", *random_eagle3(0, PAIR.target_config, taps=[0, 1], draft_vocab_size=6)))
+    lm = load(target, drafter, table=TABLE, block_size=BLOCK, tree_nodes=(nodes,))
+    want = tokens_of(lm, PROMPTS, REQUESTS, speculative=False)
+    for batch in (4, 1):
+        lengths = check_same_as_autoregressive(lm, PROMPTS, REQUESTS, batch, want)
+        assert max(lengths) > 1
 
 
 @pytest.mark.slow

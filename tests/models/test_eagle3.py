@@ -91,7 +91,7 @@ def draft(
 
         h = eagle3.step(config, ops, params, h, table[token], at, attend)
         scores = eagle3.draft_logits(config, ops, params, h)[:, 0]
-        token = eagle3.choose(config, ops, params, h)
+        token = eagle3.best_tokens(config, ops, params, h, 1)[0][:, :, 0]
         at = at + 1
         proposed.append(token[:, 0])
         logits.append(scores)

@@ -30,6 +30,7 @@ from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import DecodeState, Models
 from tilewright.speculation.drafters.blockwise import Blockwise
+from tilewright.speculation.drafters.chain import BEAM, TOP_K
 from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.dflash2 import DFlash2
 from tilewright.speculation.drafters.dspark import DSpark
@@ -337,6 +338,65 @@ def test_mtp_rounds_equal_the_reference(tmp_path: Path, window: int | None):
     lm = load(target, "mtp", block_size=BLOCK, draft_window=window, table=TABLE)
     seen = compare_rounds(lm, head, inputs, window)
     assert {0, 1} <= set(seen)
+
+
+# Trees of chains
+
+
+def most_probable_paths(chain: Any, text: Sequence[int], nodes: int) -> set[tuple[int, ...]]:
+    """The `nodes - 1` most probable drafts of the reference behind a text, each as the path to it."""
+    features = chain.features(text)
+    probabilities: dict[tuple[int, ...], float] = {}
+    open_paths: list[tuple[int, ...]] = [()]
+    for _ in range(BLOCK - 1):
+        for path in open_paths:
+            logits = chain.draft(text, features, len(path) + 1, path).logits[-1]
+            best = np.argsort(-logits)[:TOP_K]
+            logs = logits[best] - np.log(np.sum(np.exp(logits[best])))
+            tokens = best if chain.map is None else np.asarray(chain.map)[best]
+            for token, log in zip(tokens.tolist(), logs.tolist(), strict=True):
+                probabilities[*path, token] = probabilities.get(path, 0.0) + log
+        # No other path of this depth has a part in the most probable paths.
+        deepest = [path for path in probabilities if len(path) == len(open_paths[0]) + 1]
+        open_paths = sorted(deepest, key=lambda path: -probabilities[path])[: nodes - 1]
+    return set(sorted(probabilities, key=lambda path: -probabilities[path])[: nodes - 1])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_trees_of_chains_hold_the_most_probable_paths(kind: str, tmp_path: Path):
+    target, _ = as_folders(tmp_path, DEEP)
+    reference = Target(DEEP.target_config, DEEP.target_tensors)
+    nodes = 1 + BEAM
+    if kind == "mtp":
+        tensors = random_head(1, DEEP.target_config)
+        chain: Any = Head(DEEP.target_config, tensors, reference)
+        lm = load(add_head(target, tensors), "mtp", block_size=BLOCK, tree_nodes=(nodes,), table=TABLE)
+    else:
+        drawn = random_eagle3(0, DEEP.target_config, taps=[0, 2], draft_vocab_size=DRAFT_VOCAB)
+        chain = Chain(*drawn, reference)
+        lm = load(target, as_folder(tmp_path / "eagle3", *drawn), block_size=BLOCK, tree_nodes=(nodes,), table=TABLE)
+    drafter: Any = lm.drafter
+    propose_tree = jax.jit(partial(drafter.propose_tree, lm.model.target))
+    inputs = [PROMPTS[3], PROMPTS[5]]
+    session = lm.start(inputs, Sampling(NEW))
+    session.prefill()
+    session.advance(1)
+    state, numbers = state_of(session)
+    tree = jax.tree.map(np.asarray, propose_tree(lm.model.models, state).tree)
+    deep = 0
+    for row, number in enumerate(numbers):
+        text = [*inputs[number], *session.results()[number].tokens]
+        paths = []
+        for node in range(1, nodes):
+            above = np.flatnonzero(tree.ancestors[row, node])[1:]
+            assert tree.depths[row, node] == len(above)
+            assert above[-1] == node
+            assert tree.parents[row, node] == (0 if len(above) == 1 else above[-2])
+            paths.append(tuple(tree.tokens[row, above].tolist()))
+        assert set(paths) == most_probable_paths(chain, text, nodes)
+        assert tree.tokens[row, 0] == text[-1]
+        deep = max(deep, *map(len, paths))
+    assert deep > 1
 
 
 # DFlash

@@ -431,8 +431,9 @@ class DraftingSettings:
         dtype: dtype of the drafter, which does not change the output. By default as --dtype.
         suffix_corpus: texts that the drafters "suffix" and "auto" search besides a row's own text: a text file, or JSONL with
             "text", "messages" or answers. 15 bytes of memory for each token.
-        tree_nodes: numbers of nodes of trees of drafts, the last token included, for drafters of the DFlash family: each is one
-            more kind of round to choose from; with a block size, one tree as deep as the block. By default none.
+        tree_nodes: numbers of nodes of trees of drafts, the last token included, for drafters of the DFlash family, EAGLE-3 and
+            MTP: each is one more kind of round to choose from; with a block size, one tree as deep as the block. By default
+            none.
     """
 
     window: int | None = None

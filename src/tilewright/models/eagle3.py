@@ -78,6 +78,11 @@ class Eagle3Config(Sizes):
     own_embedding: bool = False
     family: str = "llama"
 
+    @property
+    def num_proposable(self) -> int:
+        """Number of tokens that the drafter can propose."""
+        return self.draft_vocab_size
+
 
 def default_target_layers(num_target_layers: int) -> tuple[int, ...]:
     """Returns the tapped layers of a configuration that names none: an early, a middle and a late one.
@@ -364,6 +369,9 @@ def draft_logits(
     return ops.linear(hidden, params.head, jnp.float32, Norm(params.norm, config.rms_norm_eps))
 
 
-def choose(config: Eagle3Config, ops: Operations, params: Eagle3Params, h: Float[Array, "*rows H"]) -> Int[Array, "*rows"]:
-    """Returns the most likely token after a step, as a target id."""
-    return params.target_ids[ops.head_argmax(h, params.head, Norm(params.norm, config.rms_norm_eps))[0]]
+def best_tokens(
+    config: Eagle3Config, ops: Operations, params: Eagle3Params, h: Float[Array, "B T H"], k: int
+) -> tuple[Int[Array, "B T {k}"], Float[Array, "B T {k}"]]:
+    """Returns the `k` most likely tokens after a step, as target ids in descending order, and their logits."""
+    index, logits = ops.head_top_k(ops.rms_norm(h, params.norm, config.rms_norm_eps), params.head, k)
+    return params.target_ids[index], logits

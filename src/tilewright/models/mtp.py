@@ -77,6 +77,11 @@ class MtpConfig:
         return self.layer.vocab_size
 
     @property
+    def num_proposable(self) -> int:
+        """Number of tokens that the head can propose."""
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
     def hidden_size(self) -> int:
         return self.layer.hidden_size
 

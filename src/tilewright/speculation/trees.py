@@ -12,6 +12,9 @@ uncertainty is the difference between the drafter's scores and the target's logi
 Legend: B rows, L slots, K candidates, N nodes.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -78,3 +81,48 @@ def best_first(
         ), open_paths
 
     return jax.lax.fori_loop(1, nodes, add, (tree, open_paths))[0]
+
+
+class Candidates(NamedTuple):
+    """Candidates of one depth, with a path each.
+
+    Attributes:
+        tokens: int32 `[B, C]`; those behind one parent are all different.
+        parents: int32 `[B, C]`: place of each one's parent among the candidates of all depths, in order; -1 for the root.
+        paths: log-probability of the path to each one, float32 `[B, C]`; at most that of its parent's path.
+    """
+
+    tokens: Array
+    parents: Array
+    paths: Array
+
+
+def most_probable(last: Int[Array, " B"], depths: Sequence[Candidates], nodes: int) -> DraftTree:
+    """Returns the tree of the N - 1 most probable paths, the first among equals, so that every path's beginning is in it.
+
+    Args:
+        last: the root's token.
+        depths: candidates of each depth.
+    """
+    tokens, parents, paths = (jnp.concatenate(parts, axis=1) for parts in zip(*depths, strict=True))
+    depth = jnp.concatenate([jnp.full(each.tokens.shape[1], 1 + n, jnp.int32) for n, each in enumerate(depths)])
+    count = min(nodes - 1, tokens.shape[1])
+    chosen = jnp.sort(jax.lax.top_k(paths, count)[1], axis=1)
+    above = jnp.take_along_axis(parents, chosen, axis=1)
+    # A parent's number is that of the root, 0, or else one more than the number of chosen candidates before it.
+    parent = jnp.where(above < 0, 0, 1 + jnp.sum(chosen[:, None] < above[:, :, None], axis=2))
+
+    def with_root(root: Array, drafts: Array, filler: int) -> Array:
+        return jnp.pad(jnp.concatenate([root, drafts], axis=1), ((0, 0), (0, nodes - 1 - count)), constant_values=filler)
+
+    first = jnp.zeros((last.shape[0], 1), jnp.int32)
+    parent = with_root(first - 1, parent.astype(jnp.int32), -1)
+    itself = jnp.eye(nodes, dtype=bool)
+    ancestors = jnp.broadcast_to(itself, (last.shape[0], nodes, nodes))
+    for _ in depths:
+        higher = jnp.take_along_axis(ancestors, jnp.maximum(parent, 0)[:, :, None], axis=1)
+        ancestors = itself | (higher & (parent >= 0)[:, :, None])
+    drafts = jnp.take_along_axis(tokens, chosen, axis=1).astype(jnp.int32)
+    return DraftTree(
+        with_root(last[:, None].astype(jnp.int32), drafts, 0), parent, with_root(first, depth[chosen], 0), ancestors
+    )

@@ -46,6 +46,23 @@ def most_likely(
     return target.schedule.head_argmax(target.ops, hidden, decoder.output_head(models.target))
 
 
+def best_tokens(
+    ops: Operations, target: Target, models: Models, vocab: DraftVocab | None, hidden: Float[Array, "B T H"], k: int
+) -> tuple[Int[Array, "B T {k}"], Int[Array, "B T {k}"], Float[Array, "B T {k}"]]:
+    """Returns the `k` most likely tokens of each slot: ids of the draft vocabulary, ids of the target, logits.
+
+    Args: as for `most_likely`.
+    """
+    if vocab is not None:
+        drafted, logits = ops.head_top_k(hidden, vocab.head, k)
+        return drafted, vocab.ids[drafted], logits
+    if models.draft_head is not None:
+        tokens, logits = ops.head_top_k(hidden, models.draft_head, k)
+    else:
+        tokens, logits = target.schedule.head_top_k(target.ops, hidden, decoder.output_head(models.target), k)
+    return tokens, tokens, logits
+
+
 def check_block_size(size: int, window: int | None = None, largest: int | None = None) -> None:
     """Raises a `ValueError` if a drafter cannot run with this block or window."""
     if size < 2 or (largest is not None and size > largest):

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels import select
 from tilewright.kernels.operations import Norm, Operations
-from tilewright.models import decoder, dflash, draft_vocab
+from tilewright.models import dflash, draft_vocab
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.runtime import trees as draft_trees
@@ -189,16 +189,8 @@ class DFlash(OneKind):
     def head_top_k(
         self, target: Target, models: Models, hidden: Float[Array, "B L H"], k: int
     ) -> tuple[Int[Array, "B L {k}"], Int[Array, "B L {k}"], Float[Array, "B L {k}"]]:
-        """Returns the `k` most likely tokens of each slot: ids of the draft vocabulary, ids of the target, logits."""
-        vocab = self.backbone(models).vocab
-        if vocab is not None:
-            drafted, logits = self.ops.head_top_k(hidden, vocab.head, k)
-            return drafted, vocab.ids[drafted], logits
-        if models.draft_head is not None:
-            tokens, logits = self.ops.head_top_k(hidden, models.draft_head, k)
-        else:
-            tokens, logits = target.schedule.head_top_k(target.ops, hidden, decoder.output_head(models.target), k)
-        return tokens, tokens, logits
+        """Returns the `k` most likely tokens of each slot; see `base.best_tokens`."""
+        return base.best_tokens(self.ops, target, models, self.backbone(models).vocab, hidden, k)
 
     def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
         """Runs one pass. Returns the most likely token of every drafting slot."""

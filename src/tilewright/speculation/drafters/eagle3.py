@@ -49,12 +49,14 @@ class Eagle3(PairChain):
     def step(
         self,
         params: Any,
-        h: Float[Array, "B 1 H"],
-        embeds: Float[Array, "B 1 H"],
-        positions: Int[Array, "B 1"],
-        attend: Callable[[Projection, Heads], Float[Array, "B 1 _"]],
-    ) -> Float[Array, "B 1 H"]:
+        h: Float[Array, "B F H"],
+        embeds: Float[Array, "B F H"],
+        positions: Int[Array, "B F"],
+        attend: Callable[[Projection, Heads], Float[Array, "B F _"]],
+    ) -> Float[Array, "B F H"]:
         return eagle3.step(self.config, self.ops, params, h, embeds, positions, attend)
 
-    def choose(self, target: Target, models: Models, h: Float[Array, "B 1 H"]) -> Int[Array, "B 1"]:
-        return eagle3.choose(self.config, self.ops, models.drafter, h)
+    def candidates(
+        self, target: Target, models: Models, h: Float[Array, "B F H"], k: int
+    ) -> tuple[Int[Array, "B F {k}"], Float[Array, "B F {k}"]]:
+        return eagle3.best_tokens(self.config, self.ops, models.drafter, h, k)

@@ -61,7 +61,7 @@ DRAFTERS = (*WITHOUT_FILES, STORED, *hub.NAMED_DRAFTERS)
 AUTO = ("auto", "auto-inexact")
 """Block sizes that the policy chooses round by round; see `language_model.load`."""
 WALKERS = "a DFlash 2, DSpark or LiLiCorr drafter"
-BRANCHING = "a DFlash, DFlash 2, DSpark or LiLiCorr drafter"
+BRANCHING = "a DFlash, DFlash 2, DSpark, LiLiCorr, EAGLE-3 or MTP drafter"
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,14 @@ class DrafterOptions:
             raise ValueError(f"a walk needs {WALKERS}; {kind}")
         if self.tree_nodes:
             raise ValueError(f"a tree needs {BRANCHING}; {kind}")
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the trees of a drafter by itself; 0 for chains. Raises a `ValueError` if several numbers were given."""
+        nodes, *others = self.tree_nodes or (0,)
+        if others:
+            raise ValueError(f"expected one number of nodes with a block size, found {', '.join(map(str, self.tree_nodes))}")
+        return nodes
 
     def fitting(self, drafter: str | None) -> "DrafterOptions":
         """Returns the options that a drafter takes, for callers that give several drafters the same options."""
@@ -163,6 +171,8 @@ def load_drafter(
     kind = block_kind(fields)
     if assistant.is_assistant(fields):
         check_chain(options, "an assistant")
+        if options.tree_nodes:
+            raise ValueError(f"a tree needs {BRANCHING}; this is an assistant")
         if options.draft_window is not None:
             raise ValueError("a draft window needs a drafter with a context; an assistant reads the target's keys and values")
         config, params = assistant.load(folder, target, DTYPES[precision], console)
@@ -170,20 +180,17 @@ def load_drafter(
     if mtp.is_mtp(fields):
         check_chain(options, "an MTP head")
         head, params = mtp.load(folder, target, DTYPES[precision], console)
-        return MTP(head, head.block_size if size is None else size, precision, window=options.draft_window), params
+        return MTP(head, size or head.block_size, precision, window=options.draft_window, nodes=options.nodes), params
     if kind is DFLASH and eagle3.is_eagle3(fields):
         check_chain(options, "an EAGLE-3 one")
         config, params = eagle3.load(folder, target, DTYPES[precision], console)
-        return Eagle3(config, config.block_size if size is None else size, precision, window=options.draft_window), params
+        return Eagle3(config, size or config.block_size, precision, window=options.draft_window, nodes=options.nodes), params
     if options.walk is not None and kind is DFLASH:
         raise ValueError(f"a walk needs {WALKERS}; this is a DFlash one")
     config, params = load_dflash(folder, fields, target, precision, console)
     settings = (config.block_size if size is None else size, options.draft_window, precision, options.refine)
     more: dict[str, Any] = {} if kind is DFLASH else {"walk": options.walk or "sampled"}
-    nodes, *others = options.tree_nodes or (0,)
-    if others:
-        raise ValueError(f"expected one number of nodes with a block size, found {', '.join(map(str, options.tree_nodes))}")
-    return kind.drafter(config, *settings, **more, nodes=nodes), params
+    return kind.drafter(config, *settings, **more, nodes=options.nodes), params
 
 
 def check_chain(options: DrafterOptions, kind: str) -> None:
@@ -192,8 +199,6 @@ def check_chain(options: DrafterOptions, kind: str) -> None:
         raise ValueError(f"refining needs a DFlash drafter; this is {kind}")
     if options.walk is not None:
         raise ValueError(f"a walk needs {WALKERS}; this is {kind}")
-    if options.tree_nodes:
-        raise ValueError(f"a tree needs {BRANCHING}; this is {kind}")
 
 
 def load_stored_head(
@@ -212,7 +217,7 @@ def load_stored_head(
     config, params = mtp.load_stored_head(folder, target, DTYPES[dtype], console)
     size = config.block_size if options.block_size is None else options.block_size
     assert not isinstance(size, str)
-    return MTP(config, size, dtype, window=options.draft_window), params
+    return MTP(config, size, dtype, window=options.draft_window, nodes=options.nodes), params
 
 
 class Kind(NamedTuple):

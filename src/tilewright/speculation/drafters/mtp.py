@@ -56,12 +56,14 @@ class MTP(PairChain):
     def step(
         self,
         params: Any,
-        h: Float[Array, "B 1 H"],
-        embeds: Float[Array, "B 1 H"],
-        positions: Int[Array, "B 1"],
-        attend: Callable[[Projection, Heads], Float[Array, "B 1 _"]],
-    ) -> Float[Array, "B 1 H"]:
+        h: Float[Array, "B F H"],
+        embeds: Float[Array, "B F H"],
+        positions: Int[Array, "B F"],
+        attend: Callable[[Projection, Heads], Float[Array, "B F _"]],
+    ) -> Float[Array, "B F H"]:
         return mtp.step(self.config, self.ops, params, h, embeds, positions, attend)
 
-    def choose(self, target: Target, models: Models, h: Float[Array, "B 1 H"]) -> Int[Array, "B 1"]:
-        return base.most_likely(self.ops, target, models, models.drafter.vocab, h)
+    def candidates(
+        self, target: Target, models: Models, h: Float[Array, "B F H"], k: int
+    ) -> tuple[Int[Array, "B F {k}"], Float[Array, "B F {k}"]]:
+        return base.best_tokens(self.ops, target, models, models.drafter.vocab, h, k)[1:]
