@@ -308,7 +308,7 @@ def test_what_cannot_be_trained():
         sampled_task(GCNConfig(34, 2), data, OPTIONS, (3,))
     with pytest.raises(ValueError, match="made: expected folds from 1 to 2, found 3"):
         graphs_task(GINConfig(1, 2), rings_and_stars(), OPTIONS, [2])
-    with pytest.raises(ValueError, match="expected gcn, sage or gin to classify graphs, found gat"):
+    with pytest.raises(ValueError, match="expected one of gcn, sage, gin to classify graphs, found GATConfig"):
         graphs_task(GATConfig(1, 2), rings_and_stars(), OPTIONS, [0])
     with pytest.raises(ValueError, match="expected epochs above 0, found 0"):
         GNNOptions(epochs=0)

@@ -32,7 +32,11 @@ def check_numbers(x: Array | np.ndarray, noun: str) -> Array:
             raise ValueError(f"expected {noun} within float32, found {x[tuple(place)]} at {place.tolist()}")
         x = narrow
     x = jnp.asarray(x)
-    if not isinstance(x, jax.core.Tracer) and bool(has_nan(x)):
+    if isinstance(x, jax.core.Tracer):
+        return x
+    with jax.ensure_compile_time_eval():  # an array that a program closes over is checked while it is traced
+        spoilt = bool(has_nan(x))
+    if spoilt:
         place = np.argwhere(np.isnan(np.asarray(x, np.float32)))[0]
         raise ValueError(f"expected {noun} without NaN, found one at {place.tolist()}")
     return x
@@ -94,7 +98,7 @@ def propagate(
 
     Args:
         x: float32 or bfloat16 features of the sources `[M, ...]`, the first N of which are the nodes; or a pair of features of
-            the sources and of the nodes.
+            the sources and of the nodes (either may be None if unused).
         table: the graph.
         message: function from values at an edge to its message `[S, ...]`; see `messages` for its parameters. It must
             treat edges independently of each other, except for `softmax`.
@@ -121,7 +125,8 @@ def propagate(
 
     def permuted(value: Any) -> Any:
         if isinstance(value, tuple):
-            return table.permute(value[0]), table.permute_nodes(value[1])
+            sources, nodes = value
+            return None if sources is None else table.permute(sources), None if nodes is None else table.permute_nodes(nodes)
         return table.permute(value)
 
     moved = {name: permuted(value) if name in of_nodes and value is not None else value for name, value in given.items()}
@@ -133,6 +138,6 @@ def check_values(value: Any, name: str) -> Any:
     if value is None:
         return None
     if isinstance(value, tuple | list):
-        return tuple(check_numbers(each, name) for each in value)
+        return tuple(check_values(each, name) for each in value)
     value = value if isinstance(value, Array) else np.asarray(value)
     return check_numbers(value, name) if jnp.issubdtype(value.dtype, jnp.inexact) else jnp.asarray(value)

@@ -299,6 +299,11 @@ class SlotGraph:
         out: Any = softmax_list(arrays, scores.reshape(scores.shape[0], math.prod(scores.shape[1:])), shape)
         return out.reshape(scores.shape)
 
+    def dropout(self, weights: Float[Array, "S H"], rate: float, key: Array | None) -> Float[Array, "S H"]:
+        """Drops weights with probability `rate`, and scales the others; the dropped ones depend on the caller's order alone."""
+        factors = dropout_factors(self.num_edges, weights.shape[1], rate, key)
+        return weights if factors is None else weights * self.gather(factors.astype(weights.dtype), "edges")
+
     def to_edges(self, values: Shaped[Array, "S ..."]) -> Shaped[Array, "E ..."]:
         """Returns the values in the caller's order of edges; zeros for edges in padding."""
         arrays, shape = jax.tree.flatten(self.forward)

@@ -49,6 +49,8 @@ class Slots(Protocol):
 
     def softmax(self, scores: Array) -> Array: ...
 
+    def dropout(self, weights: Array, rate: float, key: Array | None) -> Array: ...
+
     def weighted_sum(self, x: Array, weights: Array) -> Array: ...
 
 
@@ -84,6 +86,8 @@ def arguments(function: Function, slots: Slots, values: Mapping[str, Any], sizes
         elif end:
             place = 0 if end == "j" else 1
             each = value[place] if isinstance(value, tuple | list) else value
+            if each is None:
+                raise ValueError(f"expected {base!r} of the {'sources' if end == 'j' else 'nodes'} for {name!r}, found None")
             rows = sizes[place if isinstance(value, tuple | list) else 0]
             if each.ndim == 0 or each.shape[0] != rows:
                 raise ValueError(f"expected {rows} rows of {base!r} for {name!r}, found shape {list(each.shape)}")

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from tilewright.graph.data import GraphData, NodeData, SparseRows
 from tilewright.models import gnn
-from tilewright.models.gnn import Config, GCNConfig
+from tilewright.models.gnn import Config
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.loop import Metrics, Step, Task, TrainOptions, TrainResult, descend
 
@@ -84,7 +84,7 @@ def make_optimizer(config: Config, options: GNNOptions, steps_per_epoch: int) ->
     def decayed(params: Any) -> Any:
         mask = jax.tree.map(lambda value: value.ndim >= 2, params)
         off = jax.tree.map(lambda _: False, mask)
-        return replace(off, layers=(mask.layers[0], *off.layers[1:])) if isinstance(config, GCNConfig) else mask
+        return replace(off, layers=(mask.layers[0], *off.layers[1:])) if config.decays_first else mask
 
     rate: optax.ScalarOrSchedule = options.learning_rate
     if options.halve_every:

@@ -15,7 +15,7 @@ from jaxtyping import Int32
 from tilewright.graph.batch import PADDING, Capacity, GraphBatch, pack
 from tilewright.graph.data import GraphData
 from tilewright.models import gnn
-from tilewright.models.gnn import Config, GATConfig
+from tilewright.models.gnn import FAMILIES, Config
 from tilewright.train.gnn import (
     GNNOptions,
     Weights,
@@ -73,8 +73,9 @@ class GraphBatches:
 
 
 def check_folds(config: Config, data: GraphData, folds: Sequence[int]) -> None:
-    if isinstance(config, GATConfig):
-        raise ValueError("expected gcn, sage or gin to classify graphs, found gat")
+    if config.self_loops == "table":
+        given = [name for name, kind in FAMILIES.items() if kind.self_loops != "table"]
+        raise ValueError(f"expected one of {', '.join(given)} to classify graphs, found {type(config).__name__}")
     if wrong := [fold for fold in folds if not 0 <= fold < len(data.folds)]:
         raise ValueError(f"{data.name}: expected folds from 1 to {len(data.folds)}, found {wrong[0] + 1}")
 

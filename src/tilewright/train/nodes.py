@@ -20,7 +20,7 @@ from tilewright.graph.partition import PartitionedTable
 from tilewright.graph.sample import NeighbourSampler, Sample
 from tilewright.graph.table import NeighborTable
 from tilewright.models import gnn
-from tilewright.models.gnn import Config, GATConfig, GCNConfig
+from tilewright.models.gnn import Config
 from tilewright.train.gnn import (
     PARTS,
     GNNOptions,
@@ -51,7 +51,7 @@ def check_trainable(config: Config, data: NodeData) -> None:
         raise ValueError(f"{data.name}: expected training nodes, found none")
     if data.weights is None:
         return
-    if not isinstance(config, GCNConfig):
+    if not config.takes_weights:
         raise ValueError(
             f"expected no edge weights for models other than GCN, found some in {data.name}; leave out edge_weight"
         )
@@ -80,9 +80,9 @@ class WholeGraph:
 
 
 def whole_graph(config: Config, data: NodeData, layout: str = "auto", mesh: Mesh | None = None) -> WholeGraph:
-    """Moves a graph to the device or partitions it over a mesh, with self-loops for GAT."""
+    """Moves a graph to the device or partitions it over a mesh, with the self-loops that the model expects."""
     edges = data.edge_index
-    loops = isinstance(config, GATConfig)
+    loops = config.self_loops == "table"
     parts = np.zeros((data.num_nodes, 3), bool)
     for n, part in enumerate(PARTS):
         parts[getattr(data, part), n] = True
@@ -182,7 +182,8 @@ class NodeBatches:
         labels = np.full((len(roots), self.size), -1, np.int32)
         labels[:, : roots.shape[1]] = self.data.labels[roots]
         x = np.stack([self.data.rows(sample.nodes) for sample in samples])
-        sample: Sample = jax.tree.map(lambda *each: jnp.stack(each), *[replace(s, nodes=s.nodes[:0]) for s in samples])
+        on_device = [replace(sample, nodes=sample.nodes[:0], edges=()) for sample in samples]
+        sample: Sample = jax.tree.map(lambda *each: jnp.stack(each), *on_device)
         return NodeBatch(sample, jnp.asarray(x), jnp.asarray(labels))
 
     def covering(self, ids: Int[np.ndarray, "runs ids"], draw: tuple[int, ...], first: int = 0) -> Iterator[NodeBatch]:
@@ -199,10 +200,10 @@ class NodeBatches:
 
 
 def make_sampler(config: Config, data: NodeData, fan_outs: Sequence[int], batch_size: int) -> NeighbourSampler:
-    """Builds the neighbourhood sampler of a graph; GCN and GAT add self-loops themselves, so the graph's are dropped."""
-    has_self_loops = isinstance(config, GCNConfig | GATConfig)
-    edges = data.edge_index[:, data.edge_index[0] != data.edge_index[1]] if has_self_loops else data.edge_index
-    return NeighbourSampler(edges, data.num_nodes, fan_outs, batch_size, self_loops=isinstance(config, GATConfig))
+    """Builds the neighbourhood sampler of a graph, without its self-loops if the model or the samples have their own."""
+    given = config.self_loops == "given"
+    edges = data.edge_index if given else data.edge_index[:, data.edge_index[0] != data.edge_index[1]]
+    return NeighbourSampler(edges, data.num_nodes, fan_outs, batch_size, self_loops=config.self_loops == "table")
 
 
 def sampled_task(config: Config, data: NodeData, options: GNNOptions, fan_outs: Sequence[int], runs: int = 1) -> Task:
