@@ -551,6 +551,9 @@ def layer_graphs(config: Config, graphs: Neighbours | Sequence[Neighbours], x: I
         raise ValueError(f"expected neighbours for {config.layers} layers, found {len(each)}")
     rows = x.shape[0]
     for n, graph in enumerate(each):
+        if config.takes_edges and not hasattr(graph, "propagate"):
+            name = type(config).__name__
+            raise ValueError(f"layer {n}: expected neighbours with propagate for {name}, found a {type(graph).__name__}")
         if graph.num_sources != rows:
             raise ValueError(f"layer {n}: the neighbours are those of {graph.num_sources} rows, found {rows} rows of features")
         rows = graph.num_nodes
