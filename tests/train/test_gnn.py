@@ -183,7 +183,7 @@ def test_features_of_edges_are_learned(sampled: bool):
     config = replace(EDGE_FAMILIES["transformer"], dropout=0.0, layers=1)
     made = sampled_task(config, edge_data(), options, (3,)) if sampled else full_graph_task(config, edge_data(), options)
     result = train(made, silent())
-    assert result.last("test")[0] == 1.0
+    assert result.last("test")[0] > 0.9
 
 
 def test_graphs_with_features_of_edges_are_classified():
