@@ -39,7 +39,8 @@ def test_messages_of_a_batch_are_those_of_each_graph(layout: str):
     """With features of edges; the gradients, which read the transposed rows, too."""
     data = random_graphs(seed=2)
     rng = np.random.default_rng(0)
-    data = replace(data, edge_attr=rng.normal(size=(data.edge_index.shape[1], 3)).astype(np.float32))
+    edge_attr = rng.normal(size=(data.edge_index.shape[1], 3)).astype(np.float32)
+    data = replace(data, edge_attr=edge_attr)
     batches = np.array([[3, 0], [7, PADDING]])
     capacity = Capacity.from_batches(data, batches)
     packed = pack(data, batches, capacity)
@@ -55,11 +56,11 @@ def test_messages_of_a_batch_are_those_of_each_graph(layout: str):
         return jax.grad(run, (0, 1))(features, edge_attr)
 
     for ids, batch in zip(batches, (jax.tree.map(lambda leaf, n=n: jnp.asarray(leaf[n]), packed) for n in (0, 1)), strict=True):
-        found = gradients(jnp.asarray(data.features), jnp.asarray(data.edge_attr), batch)
+        found = gradients(jnp.asarray(data.features), jnp.asarray(edge_attr), batch)
         for graph in ids[ids != PADDING]:
             table, x = alone(data, graph)
             edges = slice(*data.edge_offsets[graph : graph + 2])
-            wanted = jax.jit(jax.grad(total, (1, 2)))(table, x, jnp.asarray(data.edge_attr[edges]))
+            wanted = jax.jit(jax.grad(total, (1, 2)))(table, x, jnp.asarray(edge_attr[edges]))
             np.testing.assert_allclose(found[0][slice(*data.node_offsets[graph : graph + 2])], wanted[0], atol=1e-5)
             np.testing.assert_allclose(found[1][edges], wanted[1], atol=1e-5)
 

@@ -228,8 +228,8 @@ def test_the_documentations_code_runs(capsys: pytest.CaptureFixture[str]):
     text = (Path(__file__).parents[2] / "docs" / "graph.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 2
+    names: dict[str, Any] = {}
     for block in blocks:
-        names: dict[str, Any] = {}
         exec(compile(block, "graph.md", "exec"), names)
     assert names["most"].shape == (3, 6)
     assert "3 nodes" in capsys.readouterr().out

@@ -14,14 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from tilewright.graph.batch import PADDING, Capacity, pack, round_up
 from tilewright.graph.data import GraphData, NodeData
 from tilewright.graph.edges import check_edge_features, from_edge_index
-from tilewright.graph.sample import NeighbourSampler, SampledLayer
-from tilewright.graph.table import NeighborTable
+from tilewright.graph.sample import NeighbourSampler
 
 
 @dataclass
@@ -72,8 +70,8 @@ class NeighborBatch:
         y: labels of the roots, `[B]`; -1 in padding. For links, their labels.
     """
 
-    x: Float[Array, "*runs M F"]
-    layers: tuple[SampledLayer, ...]
+    x: Any
+    layers: Any
     edge_attr: Any
     rows: Any
     y: Any
@@ -284,16 +282,16 @@ class GraphsBatch:
 
     Attributes:
         x: features of the rows, `[N, F]`.
-        table: neighbours of the rows.
-        pool: nodes of the graphs, for readouts.
+        table: `NeighborTable` of the rows.
+        pool: `NeighborTable` from nodes to graphs, for readouts.
         edge_attr: features of the table's edges, `[E, D]`; None without.
         rows: mask of the rows that are nodes, `[N]`.
         y: labels of the graphs, `[B]`; -1 in padding.
     """
 
-    x: Float[Array, "N F"]
-    table: NeighborTable
-    pool: NeighborTable
+    x: Any
+    table: Any
+    pool: Any
     edge_attr: Any
     rows: Any
     y: Any

@@ -19,7 +19,7 @@ Legend: N nodes, M sources, E edges, S rows of edges with padding, F features, H
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import Array
@@ -34,6 +34,7 @@ LEAST_VARIANCE = 1e-5
 """Variance below which a standard deviation is 0, as in PyG."""
 
 
+@runtime_checkable
 class Slots(Protocol):
     """Edges for which messages are computed, grouped by destination; see `gradients.SlotGraph`."""
 

@@ -245,13 +245,13 @@ class BucketRows:
         slot_values = zip(*extra, strict=True) if extra else [()] * len(self.blocks)
         return tuple(bucket.map_slots(value, width, values) for bucket, values in zip(self.blocks, slot_values, strict=True))
 
-    def from_edges(self, values: Float[Array, "E ..."]) -> Slots:
+    def from_edges(self, values: Shaped[Array, "E ..."]) -> Slots:
         """Gathers values of the caller's edges for the slots; padding has arbitrary values."""
         if not values.shape[0]:
             return tuple(jnp.zeros((*bucket.sources.shape, *values.shape[1:]), values.dtype) for bucket in self.blocks)
         return tuple(take(values, bucket.edges) for bucket in self.blocks if bucket.edges is not None)
 
-    def to_edges(self, values: Slots) -> Float[Array, "E ..."]:
+    def to_edges(self, values: Slots) -> Shaped[Array, "E ..."]:
         """Gathers values of slots for the caller's edges, the inverse of `from_edges`; padding gets zeros."""
         assert self.slots is not None, "only the first stage has edges"
         flat = self.flatten(values)
@@ -321,10 +321,10 @@ class CsrRows:
     def map_slots(self, value: Callable[..., Array], width: int, *extra: Slots) -> Slots:
         return (map_chunks(value, width, self.rows, self.sources, *(values[0] for values in extra)),)
 
-    def from_edges(self, values: Float[Array, "E ..."]) -> Slots:
+    def from_edges(self, values: Shaped[Array, "E ..."]) -> Slots:
         return (take(values, self.edges),)
 
-    def to_edges(self, values: Slots) -> Float[Array, "E ..."]:
+    def to_edges(self, values: Slots) -> Shaped[Array, "E ..."]:
         return values[0].at[self.slots].get(mode="fill", fill_value=0)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from tilewright.graph.edges import from_edge_index
 from tilewright.graph.gradients import End
@@ -54,7 +54,7 @@ class SampledLayer:
     def num_sources(self) -> int:
         return self.num_nodes * (1 + self.fan_out)
 
-    def slots(self, x: Float[Array, "M *F"]) -> Float[Array, "N K *F"]:
+    def slots(self, x: Shaped[Array, "M *F"]) -> Shaped[Array, "N K *F"]:
         """Returns the rows of `x` by slot."""
         return x[self.num_nodes :].reshape(self.num_nodes, self.fan_out, *x.shape[1:])
 
