@@ -209,8 +209,8 @@ def test_features_of_edges_must_fit_the_model():
     with pytest.raises(ValueError, match="neighbours with propagate for GATv2Config, found a PartitionedTable"):
         gnn.apply(config, params, graph.table, graph.x)
     table = whole_graph(config, replace(data, edge_attr=None)).table
-    with pytest.raises(ValueError, match="expected 2 features of edges, found 3"):
-        gnn.apply(EDGE_FAMILIES["pna"], params, table, jnp.asarray(data.features), edge_attr=jnp.ones((72, 3)))
+    with pytest.raises(ValueError, match="expected 0 features of edges, found 3"):
+        gnn.apply(config, params, table, jnp.asarray(data.features), edge_attr=jnp.ones((72, 3)))
 
 
 def test_weights_of_edges_count_in_gcn():
