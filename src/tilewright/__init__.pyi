@@ -1,3 +1,4 @@
+from . import graph as graph
 from .compiled.compare import compare as compare
 from .diffusion.blocks import BlockDenoising as BlockDenoising
 from .diffusion.options import Denoising as Denoising

@@ -141,7 +141,7 @@ def test_folders_of_graphs_are_cross_validated(run: Run, tmp_path: Path):
     ("arguments", "problem"),
     [
         (["--data", "nowhere.npz"], "nowhere.npz: expected 'karate', an .npz file or a folder of graphs, found no such file"),
-        (["--heads", "4"], "expected --heads with --model gat, found --model gcn"),
+        (["--heads", "4"], "expected --heads with --model gat, gatv2, transformer, found --model gcn"),
         (["--fan-out", "3,x"], "--fan-out: expected whole numbers with commas between them, -1 for all neighbours, found"),
         (["--fan-out", "-1"], "expected a fan-out for each of 2 layers, found 1: [-1]"),
         (["--fan-out", "-1,-1,-1,-1,-1,-1,-1", "--layers", "7"], "expected samples of less than 2^31 rows"),

@@ -1,5 +1,8 @@
 """Many graphs in one table of fixed size: each is reduced as if it were alone."""
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +32,45 @@ def alone(data: GraphData, graph: int) -> tuple[NeighborTable, jax.Array]:
     nodes = slice(*data.node_offsets[graph : graph + 2].tolist())
     edges = data.edge_index[:, slice(*data.edge_offsets[graph : graph + 2])]
     return NeighborTable.from_edges(edges, nodes.stop - nodes.start, layout="padded"), jnp.asarray(data.features[nodes])
+
+
+@pytest.mark.parametrize("layout", ["csr", "padded"])
+def test_messages_of_a_batch_are_those_of_each_graph(layout: str):
+    """With features of edges; the gradients, which read the transposed rows, too."""
+    data = random_graphs(seed=2)
+    rng = np.random.default_rng(0)
+    edge_attr = rng.normal(size=(data.edge_index.shape[1], 3)).astype(np.float32)
+    data = replace(data, edge_attr=edge_attr)
+    batches = np.array([[3, 0], [7, PADDING]])
+    capacity = Capacity.from_batches(data, batches)
+    packed = pack(data, batches, capacity)
+
+    def total(table: Any, x: Any, edge_attr: Any) -> jax.Array:
+        return jnp.sin(table.propagate(x, lambda x_i, x_j, e: jnp.tanh(x_i + 2 * x_j) * e, e=edge_attr)).sum()
+
+    @jax.jit
+    def gradients(features: Any, edge_attr: Any, batch: GraphBatch) -> tuple[jax.Array, ...]:
+        def run(features: Any, edge_attr: Any) -> jax.Array:
+            return total(batch.table(capacity, layout), batch.features(features), batch.edge_attr(edge_attr))
+
+        return jax.grad(run, (0, 1))(features, edge_attr)
+
+    for ids, batch in zip(batches, (jax.tree.map(lambda leaf, n=n: jnp.asarray(leaf[n]), packed) for n in (0, 1)), strict=True):
+        found = gradients(jnp.asarray(data.features), jnp.asarray(edge_attr), batch)
+        for graph in ids[ids != PADDING]:
+            table, x = alone(data, graph)
+            edges = slice(*data.edge_offsets[graph : graph + 2])
+            wanted = jax.jit(jax.grad(total, (1, 2)))(table, x, jnp.asarray(edge_attr[edges]))
+            np.testing.assert_allclose(found[0][slice(*data.node_offsets[graph : graph + 2])], wanted[0], atol=1e-5)
+            np.testing.assert_allclose(found[1][edges], wanted[1], atol=1e-5)
+
+
+def test_edges_in_one_direction_are_refused():
+    data = random_graphs(seed=2)
+    edges = data.edge_index.copy()
+    edges[:, 0] = [1, 0]
+    with pytest.raises(ValueError, match="made: expected edges in both directions, found edge"):
+        pack(replace(data, edge_index=edges), np.array([[0]]), Capacity.from_batches(data, [np.array([0])]))
 
 
 def of_padding(batch: GraphBatch, x: jax.Array) -> jax.Array:

@@ -75,9 +75,11 @@ def test_the_names_of_pyg(tmp_path: Path):
     absent = NO_CSR | {"train": None, "test": None}
     weights = np.array([[1.0], [0.5], [2.0], [0.0]])
     changes = {"x": DENSE > 0, "y": ARRAYS["y"][:, None], "num_nodes": np.array(4), "edge_weight": weights}
+    changes["edge_attr"] = np.arange(4)
     data = read_npz(write(tmp_path, **(absent | masks | changes)))
     assert [part.tolist() for part in (data.train, data.val, data.test)] == [[0, 1], [], [3]]
     np.testing.assert_array_equal(data.weights, weights[:, 0])
+    np.testing.assert_array_equal(data.edge_attr, np.arange(4)[:, None])
     np.testing.assert_array_equal(data.rows(np.arange(4)), DENSE > 0)
     assert data.labels.tolist() == [0, 1, -1, 1]
     plain = read_npz(write(tmp_path, train=None, test=None))
@@ -129,7 +131,8 @@ def test_the_first_node_with_a_negative_feature_is_named(tmp_path: Path, dense: 
         ({"x_shape": np.array([4, 2**31 - 1])}, r"x_shape\[1\] is 2147483647, expected at most 16777216 features"),
         ({"x_data": np.array([1, 2, 1e300, 4])}, r"x_data\[2\] is 1e\+300, expected a finite number in float32"),
         ({"x_data": np.ones((4, 1))}, r"x_data must have the shape \[any\], found \[4, 1\]"),
-        ({"edge_attr": np.ones(4), "pos": np.ones(4)}, "expected arrays among edge_index, .*, found edge_attr, pos"),
+        ({"edge_type": np.ones(4), "pos": np.ones(4)}, "expected arrays among edge_index, .*, found edge_type, pos"),
+        ({"edge_attr": np.ones((3, 2))}, r"edge_attr must have the shape \[4\] or \[4, features\], found \[3, 2\]"),
         ({"train_mask": np.ones(4, bool)}, "expected train or train_mask, found both"),
         ({"train": None}, "found none among the parts test"),
         ({"train": None, "train_mask": np.zeros(4, bool)}, "found none among the parts train, test"),

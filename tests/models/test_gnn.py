@@ -299,7 +299,9 @@ def test_a_configuration_that_is_none(tmp_path: Path):
     with pytest.raises(ValueError, match=r"hidden must be of type int, found '4'; dropout must be of type float, found True"):
         load_gnn(tmp_path)
     path.write_text(json.dumps(written | {"model_type": "gcnii"}))
-    with pytest.raises(ValueError, match="model_type must be one of gcn, sage, gat, gin, found 'gcnii'"):
+    with pytest.raises(
+        ValueError, match="model_type must be one of gcn, sage, gat, gin, gatv2, transformer, gine, pna, found 'gcnii'"
+    ):
         load_gnn(tmp_path)
     path.write_text(json.dumps(written | {"layers": 3}))
     with pytest.raises(ValueError, match="do not fit the configuration"):

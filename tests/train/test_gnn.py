@@ -1,6 +1,7 @@
 """Training: it learns, goes on exactly where it was interrupted, and compiles once whatever is sampled."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tilewright.compiled.ledger import no_compile_guard
 from tilewright.graph.batch import PADDING
 from tilewright.graph.data import GraphData, NodeData, SparseRows, karate_club, offsets, undirected
 from tilewright.graph.sample import ALL
-from tilewright.models import gnn
+from tilewright.models import gnn, gnn_families
 from tilewright.models.gnn import FAMILIES, GATConfig, GCNConfig, GINConfig, GraphSAGEConfig
 from tilewright.parallel.mesh import make_mesh
 from tilewright.train.gnn import (
@@ -28,7 +29,7 @@ from tilewright.train.gnn import (
 )
 from tilewright.train.graphs import graphs_task
 from tilewright.train.loop import TrainingRun, TrainResult, train
-from tilewright.train.nodes import full_graph_task, make_sampler, sampled_task, whole_graph
+from tilewright.train.nodes import NodeBatches, full_graph_task, make_sampler, sampled_edges, sampled_task, whole_graph
 from train.support import silent
 
 OPTIONS = GNNOptions(epochs=60, save_every=20, batch_size=4, iterations=3)
@@ -136,6 +137,80 @@ def test_self_loops_count_alike_in_samples(family: str):
     wanted = graph.table.unpermute(gnn.apply(config, params, graph.table, graph.x, state)[0])
     found, _ = gnn.apply(config, params, sample.layers, jnp.asarray(features[sample.nodes]), state, rows=sample.rows)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def edge_data(nodes: int = 24) -> NodeData:
+    """A ring with shortcuts; a node's label is the sign of its incoming edges' features, which the nodes do not know."""
+    rng = np.random.default_rng(0)
+    ring = np.arange(nodes)
+    edges = np.stack([np.tile(ring, 3), np.concatenate([np.roll(ring, 1), np.roll(ring, 5), ring])])
+    labels = rng.integers(0, 2, nodes).astype(np.int32)
+    edge_attr = np.stack([2.0 * labels[edges[1]] - 1, rng.normal(size=edges.shape[1])], 1).astype(np.float32)
+    ids = np.arange(nodes, dtype=np.int32)
+    x = np.ones((nodes, 3), np.float32)
+    return NodeData("edges", edges.astype(np.int32), x, labels, ids[::2], ids[:0], ids[1::2], edge_attr=edge_attr)
+
+
+EDGE_FAMILIES = {
+    "gatv2": gnn_families.GATv2Config(3, 2, hidden=4, heads=2, edge_features=2),
+    "transformer": gnn_families.GraphTransformerConfig(3, 2, hidden=4, heads=2, edge_features=2),
+    "gine": gnn_families.GINEConfig(3, 2, hidden=8, layers=2, edge_features=2),
+    "pna": gnn_families.PNAConfig(3, 2, hidden=8, edge_features=2, mean_log_degree=1.4),
+}
+
+
+@pytest.mark.parametrize("family", EDGE_FAMILIES)
+def test_samples_of_everything_have_the_whole_graphs_scores(family: str):
+    """With features of edges, self-loops among the edges, and nodes that a batch does not fill."""
+    data = edge_data()
+    config = EDGE_FAMILIES[family]
+    params, state = gnn.init(config, jax.random.key(0))
+    graph = whole_graph(config, data)
+    wanted = jax.jit(partial(gnn.apply, config))(params, graph.table, graph.x, state, edge_attr=graph.edge_attr)[0]
+    sampler = make_sampler(config, data, (ALL, ALL), 5)
+    assert data.edge_attr is not None
+    edge_attr = data.edge_attr[sampled_edges(config, data)]
+    batch = NodeBatches(data, sampler, np.zeros(1, int), 5, edge_attr).batch(np.array([[7, 0, 22]]), (0,))
+    layers = jax.tree.map(lambda leaf: leaf[0], batch.sample.layers)
+    edges = [each[0] for each in batch.edge_attr]
+    found = jax.jit(partial(gnn.apply, config))(params, layers, batch.x[0], state, edge_attr=edges)[0]
+    np.testing.assert_allclose(found[:3], graph.table.unpermute(wanted)[np.array([7, 0, 22])], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_features_of_edges_are_learned(sampled: bool):
+    options = replace(OPTIONS, epochs=80, learning_rate=0.1, batch_size=12)
+    config = replace(EDGE_FAMILIES["transformer"], dropout=0.0, layers=1)
+    made = sampled_task(config, edge_data(), options, (3,)) if sampled else full_graph_task(config, edge_data(), options)
+    result = train(made, silent())
+    assert result.last("test")[0] > 0.9
+
+
+def test_graphs_with_features_of_edges_are_classified():
+    """The class of a graph is the sign of its edges' features."""
+    data = rings_and_stars()
+    graph = np.repeat(np.arange(16), np.diff(data.edge_offsets))
+    edge_attr = (2.0 * (graph // 2 % 2) - 1)[:, None].astype(np.float32)
+    data = replace(data, labels=(np.arange(16) // 2 % 2).astype(np.int32), edge_attr=edge_attr)
+    config = replace(EDGE_FAMILIES["pna"], features=1, edge_features=1, dropout=0.0, layers=1)
+    result = train(graphs_task(config, data, replace(OPTIONS, epochs=30, learning_rate=0.02, batch_size=8), [0]), silent())
+    assert result.last("test")[0] == 1.0
+
+
+def test_features_of_edges_must_fit_the_model():
+    data = edge_data()
+    with pytest.raises(ValueError, match="expected 0 features of edges for GCNConfig, found 2 in edges"):
+        full_graph_task(GCNConfig(3, 2), data, OPTIONS)
+    with pytest.raises(ValueError, match="expected 2 features of edges for GATv2Config, found 0 in edges"):
+        sampled_task(EDGE_FAMILIES["gatv2"], replace(data, edge_attr=None), OPTIONS, (2, 2))
+    config = replace(EDGE_FAMILIES["gatv2"], edge_features=0)
+    graph = whole_graph(config, replace(data, edge_attr=None), mesh=make_mesh({"nodes": 2}))
+    params, _ = gnn.init(config, jax.random.key(0))
+    with pytest.raises(ValueError, match="neighbours with propagate for GATv2Config, found a PartitionedTable"):
+        gnn.apply(config, params, graph.table, graph.x)
+    table = whole_graph(config, replace(data, edge_attr=None)).table
+    with pytest.raises(ValueError, match="expected 0 features of edges, found 3"):
+        gnn.apply(config, params, table, jnp.asarray(data.features), edge_attr=jnp.ones((72, 3)))
 
 
 def test_weights_of_edges_count_in_gcn():
@@ -308,7 +383,7 @@ def test_what_cannot_be_trained():
         sampled_task(GCNConfig(34, 2), data, OPTIONS, (3,))
     with pytest.raises(ValueError, match="made: expected folds from 1 to 2, found 3"):
         graphs_task(GINConfig(1, 2), rings_and_stars(), OPTIONS, [2])
-    with pytest.raises(ValueError, match="expected gcn, sage or gin to classify graphs, found gat"):
+    with pytest.raises(ValueError, match="expected one of gcn, sage, gin to classify graphs, found GATConfig"):
         graphs_task(GATConfig(1, 2), rings_and_stars(), OPTIONS, [0])
     with pytest.raises(ValueError, match="expected epochs above 0, found 0"):
         GNNOptions(epochs=0)

@@ -17,18 +17,19 @@ from tilewright.graph.data import KARATE, GraphData, NodeData, read_data, with_f
 from tilewright.graph.sample import ALL
 from tilewright.metrics.tables import FigureTable, print_table
 from tilewright.metrics.training import ACCURACY
-from tilewright.models.gnn import FAMILIES, Config
+from tilewright.models.gnn import AttentionConfig, Config, GINConfig
 from tilewright.models.gnn_checkpoint import config_to_json, save_gnn
+from tilewright.models.gnn_families import FAMILIES, PNAConfig
 from tilewright.parallel.mesh import make_mesh
-from tilewright.train.gnn import PARTS, GNNOptions, best_run, metric_at_best_validation, validates
+from tilewright.train.gnn import PARTS, GNNOptions, best_run, mean_log_degree, metric_at_best_validation, validates
 from tilewright.train.graphs import graphs_task
 from tilewright.train.loop import Task, TrainResult, train
 from tilewright.train.nodes import full_graph_task, sampled_task
 
-Family = Literal["gcn", "sage", "gat", "gin"]
+Family = Literal["gcn", "sage", "gat", "gin", "gatv2", "transformer", "gine", "pna"]
 
-RATES: dict[Family, float] = {"gcn": 0.01, "sage": 0.01, "gat": 0.005, "gin": 0.01}
-"""Learning rates of the papers; GraphSAGE takes GCN's rate, since its paper trains on other data."""
+RATES: dict[Family, float] = {"gat": 0.005, "gatv2": 0.005, "transformer": 0.005, "pna": 0.001}
+"""Learning rates of the papers, where they are not GCN's and GIN's 0.01; GraphSAGE's and GINE's papers train on other data."""
 SAMPLED_BATCH = 64
 GRAPH_BATCH = 32
 DATA = Group("Data", sort_key=3)
@@ -40,10 +41,10 @@ class GNNSizes:
     """Sizes of a graph network; defaults are those of the model's paper.
 
     Attributes:
-        layers: rounds of message passing (default 2, gin 4; the GIN paper counts the input as a fifth).
-        hidden: width of a hidden layer, for gat of one head (default 16, gat 8, gin 32).
-        heads: heads of a hidden layer, for gat (default 8).
-        dropout: dropout rate (default 0.5, gat 0.6).
+        layers: rounds of message passing (default 2, gin and gine 4; the GIN paper counts the input as a fifth).
+        hidden: width of a hidden layer, with attention of one head (default 16, attention 8, gin and gine 32).
+        heads: heads of a hidden layer, for gat, gatv2 and transformer (default 8).
+        dropout: dropout rate (default 0.5, attention 0.6).
     """
 
     layers: int | None = None
@@ -51,13 +52,19 @@ class GNNSizes:
     heads: int | None = None
     dropout: float | None = None
 
-    def config(self, family: Family, features: int, classes: int) -> Config:
-        if self.heads is not None and family != "gat":
-            raise ValueError(f"expected --heads with --model gat, found --model {family}")
+    def config(self, family: Family, data: NodeData | GraphData) -> Config:
+        kind = FAMILIES[family]
+        if self.heads is not None and not issubclass(kind, AttentionConfig):
+            heads = ", ".join(name for name, each in FAMILIES.items() if issubclass(each, AttentionConfig))
+            raise ValueError(f"expected --heads with --model {heads}, found --model {family}")
         sizes = {name: value for name, value in vars(self).items() if value is not None}
-        if family == "gin":
+        if issubclass(kind, GINConfig):
             sizes.setdefault("hidden", 32)
-        return FAMILIES[family](features=features, classes=classes, **sizes)
+        if kind.takes_edges:
+            sizes["edge_features"] = data.num_edge_features
+        if kind is PNAConfig:
+            sizes["mean_log_degree"] = mean_log_degree(data)
+        return kind(features=data.num_features, classes=data.num_classes, **sizes)
 
 
 @Parameter(group=TRAINING)
@@ -67,8 +74,9 @@ class GNNLoop:
 
     Attributes:
         epochs: number of epochs (default 200; for data of many graphs 350 epochs of 50 steps).
-        learning_rate: learning rate of Adam (default 0.01, gat 0.005). For data of many graphs it halves every 50 epochs.
-        weight_decay: L2 penalty of the matrices, for gcn of the first layer only (default 5e-4; gin and many graphs 0).
+        learning_rate: learning rate of Adam (default 0.01, attention 0.005, pna 0.001). For data of many graphs it halves every
+            50 epochs.
+        weight_decay: L2 penalty of the matrices, for gcn of the first layer only (default 5e-4; gin, gine and many graphs 0).
         batch_size: nodes per step of sampled training (default 64), or graphs per step (default 32).
         fan_out: number of sampled neighbours per layer, from the node outwards, such as 10,10; -1 takes all neighbours. By
             default every step computes the whole graph.
@@ -100,8 +108,8 @@ class GNNLoop:
             raise ValueError("expected --batch-size with --fan-out or data of many graphs, found one whole graph")
         defaults: dict[str, Any] = {
             "epochs": 350 if graphs else 200,
-            "learning_rate": RATES[family],
-            "weight_decay": 0.0 if graphs or family == "gin" else 5e-4,
+            "learning_rate": RATES.get(family, 0.01),
+            "weight_decay": 0.0 if graphs or issubclass(FAMILIES[family], GINConfig) else 5e-4,
             "batch_size": GRAPH_BATCH if graphs else SAMPLED_BATCH,
         }
         changed = {name: value for name in defaults if (value := getattr(self, name)) is not None}
@@ -155,7 +163,7 @@ def node_task(data: NodeData, family: Family, sizes: GNNSizes, loop: GNNLoop) ->
     """Builds the training task for one graph with a split."""
     if loop.fold != "all":
         raise ValueError(f"expected --fold with data of many graphs, found one graph ({data.name})")
-    config = sizes.config(family, data.num_features, data.num_classes)
+    config = sizes.config(family, data)
     options = loop.options(family, graphs=False)
     if loop.fan_out is None:
         return config, full_graph_task(config, data, options, loop.seeds, mesh=loop.mesh())
@@ -170,7 +178,7 @@ def graph_task(data: GraphData, family: Family, sizes: GNNSizes, loop: GNNLoop) 
     for name, value in (("--fan-out", loop.fan_out), ("--devices", loop.devices)):
         if value is not None:
             raise ValueError(f"expected {name} with one graph, found {data.num_graphs} graphs in {data.name}")
-    config = sizes.config(family, data.num_features, data.num_classes)
+    config = sizes.config(family, data)
     options = loop.options(family, graphs=True)
     return config, graphs_task(config, data, options, loop.folds(data), loop.seeds)
 
@@ -188,7 +196,8 @@ def gnn(
     """Trains a graph neural network on the nodes of a graph, or on many graphs by cross-validation.
 
     Args:
-        model: architecture: GCN, GraphSAGE with mean aggregation, GAT, or GIN.
+        model: architecture: GCN, GraphSAGE with mean aggregation, GAT, GIN, or one that takes features of edges (`edge_attr`):
+            GATv2, a graph transformer, PNA, and GINE, which needs them.
         data: "karate" (Zachary's karate club, built in), an .npz file with one graph, or a folder with graphs in the GIN text
             format.
         normalise_features: divide the features of each node by their sum, for one graph; by default if no feature is negative.

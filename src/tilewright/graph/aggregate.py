@@ -1,4 +1,7 @@
-"""Aggregation over neighbours, in the caller's order of nodes."""
+"""Aggregation over neighbours, and message passing, in the caller's order of nodes and edges."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.core
@@ -8,6 +11,7 @@ from jax import Array
 from jaxtyping import Float
 
 from tilewright.graph.edges import to_float32
+from tilewright.graph.messages import Function, node_values
 from tilewright.graph.table import NeighborTable
 
 
@@ -28,7 +32,11 @@ def check_numbers(x: Array | np.ndarray, noun: str) -> Array:
             raise ValueError(f"expected {noun} within float32, found {x[tuple(place)]} at {place.tolist()}")
         x = narrow
     x = jnp.asarray(x)
-    if not isinstance(x, jax.core.Tracer) and bool(has_nan(x)):
+    if isinstance(x, jax.core.Tracer):
+        return x
+    with jax.ensure_compile_time_eval():  # an array that a program closes over is checked while it is traced
+        spoilt = bool(has_nan(x))
+    if spoilt:
         place = np.argwhere(np.isnan(np.asarray(x, np.float32)))[0]
         raise ValueError(f"expected {noun} without NaN, found one at {place.tolist()}")
     return x
@@ -72,3 +80,64 @@ def aggregate(
     if permuted:
         return table.aggregate(jnp.asarray(x), reduce, weights, normalisation)
     return table.unpermute(table.aggregate(table.permute(check_numbers(x, "features")), reduce, weights, normalisation))
+
+
+def propagate(
+    x: Any,
+    table: NeighborTable,
+    message: Function | None = None,
+    reduce: str | Sequence[str] = "sum",
+    *,
+    weight: Function | Array | np.ndarray | None = None,
+    **values: Any,
+) -> Float[Array, "N ..."]:
+    """Computes messages of edges and reduces them over each node, in the caller's order of nodes and edges.
+
+    Without `message` and `weight`, the features of the sources are reduced. These and weighted sums run on the kernels of
+    `aggregate`; messages are computed by XLA, and stored.
+
+    Args:
+        x: float32 or bfloat16 features of the sources `[M, ...]`, the first N of which are the nodes; or a pair of features of
+            the sources and of the nodes (either may be None if unused).
+        table: the graph.
+        message: function from values at an edge to its message `[S, ...]`; see `messages` for its parameters. It must
+            treat edges independently of each other, except for `softmax`.
+        reduce: "sum", "mean", "max", "min", "var" or "std"; several concatenate their results along the last dimension. Equal
+            extremes share the gradient equally.
+        weight: function from values at an edge to the factor `[S]` or `[S, H]` of its source's features, or an array of them in
+            the caller's order of edges; with H heads, each scales its share of the features. A message that is a product of
+            this kind is faster this way, since no features of edges are stored.
+        values: further values by name: of nodes like `x`, or of edges `[E, ...]`; None for none.
+
+    Returns:
+        `[N, ...]`, in the dtype of the messages; zeros for a node without edges.
+
+    Raises:
+        ValueError: values do not fit the graph or the function's parameters, or have a NaN (the message names the first place).
+
+    Source: Gilmer et al., "Neural Message Passing for Quantum Chemistry" (arXiv 1704.01212), §2; Fey & Lenssen, "Fast Graph
+    Representation Learning with PyTorch Geometric" (arXiv 1903.02428), §2.
+    """
+    given = {name: check_values(value, name) for name, value in {"x": x, **values}.items()}
+    if weight is not None and not callable(weight):
+        weight = check_numbers(weight, "weight")
+    of_nodes = node_values((message, weight))
+
+    def permuted(value: Any) -> Any:
+        if isinstance(value, tuple):
+            sources, nodes = value
+            return None if sources is None else table.permute(sources), None if nodes is None else table.permute_nodes(nodes)
+        return table.permute(value)
+
+    moved = {name: permuted(value) if name in of_nodes and value is not None else value for name, value in given.items()}
+    return table.unpermute(table.propagate(moved.pop("x"), message, reduce, weight=weight, **moved))
+
+
+def check_values(value: Any, name: str) -> Any:
+    """Moves a value, or a pair of values, to the device, and checks numbers; see `aggregate.check_numbers`."""
+    if value is None:
+        return None
+    if isinstance(value, tuple | list):
+        return tuple(check_values(each, name) for each in value)
+    value = value if isinstance(value, Array) else np.asarray(value)
+    return check_numbers(value, name) if jnp.issubdtype(value.dtype, jnp.inexact) else jnp.asarray(value)

@@ -7,7 +7,7 @@ Legend: L batches, B graphs of a batch, N nodes, E edges, K slots of a row.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -74,6 +74,8 @@ class GraphBatch:
         graphs: graph of each row, int32 `[N]`.
         starts: graph g has the rows `starts[g]` to `starts[g + 1] - 1`, int32 `[B + 1]`.
         labels: labels of the graphs, int32 `[B]`; `PADDING` in padding.
+        edges: edge of the data set of each edge, int32 `[E]`; `PADDING` in padding.
+        reverse: edge of the batch in the opposite direction of each edge, int32 `[E]`; itself in padding.
     """
 
     nodes: Any
@@ -83,6 +85,14 @@ class GraphBatch:
     graphs: Any
     starts: Any
     labels: Any
+    edges: Any
+    reverse: Any
+
+    def edge_attr(self, features: Float[Array, "all D"] | None) -> Float[Array, "E D"] | None:
+        """Gathers the features of the edges from those of all edges of the data set; zeros in padding, None without."""
+        if features is None:
+            return None
+        return jnp.where((self.edges != PADDING)[:, None], features[jnp.maximum(self.edges, 0)], 0)
 
     @property
     def rows(self) -> Bool[Array, " N"]:
@@ -101,11 +111,12 @@ class GraphBatch:
         return 1 - loops.astype(jnp.float32)
 
     def table(self, capacity: Capacity, layout: str = "auto") -> NeighborTable:
-        """Builds the neighbour table of the rows; both directions are equal, since graphs of `GraphData` are undirected."""
+        """Builds the neighbour table of the rows; both directions differ by the numbers of the edges alone."""
         rows = make_rows(self.offsets, self.sources, self.destinations, capacity.degree, layout)
+        back = reversed_rows(rows, self.reverse)
         n = self.nodes.shape[0]
         e = self.sources.shape[0]
-        return NeighborTable(rows, rows, None, self.loops, None, None, None, n, n, n, e, row_layout(layout))
+        return NeighborTable(rows, back, None, self.loops, None, None, None, n, n, n, e, row_layout(layout))
 
     def pool(self, capacity: Capacity, layout: str = "auto") -> NeighborTable:
         """Builds the table for pooling: the rows are graphs, and the neighbours of a graph are its nodes."""
@@ -144,6 +155,21 @@ def make_rows(
     slots = jnp.where(real, slots, count * width)
     bucket = Bucket(padded, degrees, jnp.arange(count, dtype=jnp.int32), edge_ids)
     return BucketRows((bucket,), (), None, degrees, slots, None)
+
+
+def reversed_rows(rows: Rows, reverse: Int32[Array, " E"]) -> Rows:
+    """Returns the rows of the sources, which have the neighbours of the rows of the nodes; `reverse` is its own inverse."""
+    if isinstance(rows, CsrRows):
+        real = jnp.arange(reverse.shape[0], dtype=jnp.int32) < rows.offsets[-1]
+        return replace(rows, edges=reverse, slots=jnp.where(real, reverse, reverse.shape[0]))
+    assert rows.slots is not None
+    (bucket,) = rows.buckets
+    assert bucket.edges is not None
+    return replace(
+        rows,
+        buckets=(replace(bucket, edges=reverse.at[bucket.edges].get(mode="promise_in_bounds")),),
+        slots=rows.slots.at[reverse].get(mode="promise_in_bounds"),
+    )
 
 
 def pack(data: GraphData, ids: Int[np.ndarray, "*batches B"], capacity: Capacity) -> GraphBatch:
@@ -191,9 +217,14 @@ def pack(data: GraphData, ids: Int[np.ndarray, "*batches B"], capacity: Capacity
     sources, destinations = (
         rows(capacity.edges, 0, (batch, place), data.edge_index[end][edge] + starts[batch, graph]) for end in (0, 1)
     )
+    edges = rows(capacity.edges, PADDING, (batch, place), edge)
+    opposite = np.broadcast_to(np.arange(capacity.edges, dtype=np.int32), (len(flat), capacity.edges)).copy()
+    opposite[batch, place] = place + data.reverse[edge] - edge  # both directions are in the same graph
     labels = np.where(present, data.labels[flat], PADDING).astype(np.int32).reshape(*lead, -1)
     ends = np.cumsum(offsets, 1).astype(np.int32).reshape(*lead, -1)
-    return GraphBatch(nodes, ends, sources, destinations, graphs, starts.astype(np.int32).reshape(*lead, -1), labels)
+    firsts = starts.astype(np.int32).reshape(*lead, -1)
+    reverse = opposite.reshape(*lead, capacity.edges)
+    return GraphBatch(nodes, ends, sources, destinations, graphs, firsts, labels, edges, reverse)
 
 
 def ragged(counts: Int[np.ndarray, "L B"]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ import itertools
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ PARTS = ("train", "val", "test")
 ARRAYS = (
     "edge_index",
     "edge_weight",
+    "edge_attr",
     "num_nodes",
     "x",
     *SPARSE_FEATURES,
@@ -111,6 +113,7 @@ class NodeData:
         val: ids of the validation nodes; may be empty.
         test: ids of the test nodes; may be empty.
         weights: edge weights; None if all are 1.
+        edge_attr: features of the edges; None without.
     """
 
     name: str
@@ -121,6 +124,12 @@ class NodeData:
     val: Int32[np.ndarray, " val"]
     test: Int32[np.ndarray, " test"]
     weights: Float32[np.ndarray, " E"] | None = None
+    edge_attr: Float32[np.ndarray, "E D"] | None = None
+
+    @property
+    def num_edge_features(self) -> int:
+        """Width of the edges' features; 0 without."""
+        return 0 if self.edge_attr is None else self.edge_attr.shape[1]
 
     @property
     def num_nodes(self) -> int:
@@ -173,6 +182,7 @@ class GraphData:
         features: features of all nodes.
         labels: class of each graph, from 0.
         folds: ids of the training graphs and the test graphs of each fold.
+        edge_attr: features of the edges; None without.
     """
 
     name: str
@@ -182,10 +192,40 @@ class GraphData:
     features: Float32[np.ndarray, "N F"]
     labels: Int32[np.ndarray, " G"]
     folds: tuple[tuple[Int32[np.ndarray, " _"], Int32[np.ndarray, " _"]], ...]
+    edge_attr: Float32[np.ndarray, "E D"] | None = None
+
+    @property
+    def num_edge_features(self) -> int:
+        """Width of the edges' features; 0 without."""
+        return 0 if self.edge_attr is None else self.edge_attr.shape[1]
+
+    @cached_property
+    def reverse(self) -> Int32[np.ndarray, " E"]:
+        """The edge in the opposite direction of each edge, both numbered in all graphs together; several pair up in order.
+
+        Raises:
+            ValueError: an edge has none.
+        """
+        starts = np.repeat(self.node_offsets[:-1], np.diff(self.edge_offsets)).astype(np.int64)
+        sources, destinations = self.edge_index + starts
+        by_destination = np.lexsort((sources, destinations))
+        by_source = np.lexsort((destinations, sources))
+        wrong = (sources[by_destination] != destinations[by_source]) | (destinations[by_destination] != sources[by_source])
+        if wrong.any():
+            edge = int(by_destination[np.argmax(wrong)])
+            raise ValueError(f"{self.name}: expected edges in both directions, found edge {edge} or its opposite in one only")
+        reverse = np.empty(len(sources), np.int32)
+        reverse[by_destination] = by_source
+        return reverse
 
     @property
     def num_graphs(self) -> int:
         return len(self.labels)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of all graphs."""
+        return int(self.node_offsets[-1])
 
     @property
     def num_features(self) -> int:
@@ -341,6 +381,15 @@ class Archive:
             raise self.fail(f"edge_weight must have the shape [{edges}], a number for each edge, found {list(weights.shape)}")
         return weights.reshape(edges)
 
+    def edge_attr(self, edges: int) -> Float32[np.ndarray, "E D"] | None:
+        """Returns the features of the edges from `edge_attr`; None without."""
+        if "edge_attr" not in self.arrays:
+            return None
+        values = self.floats("edge_attr")
+        if values.ndim not in (1, 2) or len(values) != edges:
+            raise self.fail(f"edge_attr must have the shape [{edges}] or [{edges}, features], found {list(values.shape)}")
+        return values.reshape(edges, -1)
+
     def part(self, part: str, nodes: int) -> Int32[np.ndarray, " ids"] | None:
         """Returns the nodes of a part from ids or mask; None without both."""
         mask = f"{part}_mask"
@@ -374,7 +423,8 @@ def read_npz(path: Path) -> NodeData:
 
     Required arrays: `edge_index` [2, E]; the features, dense as `x` [N, F] or in CSR as `x_indptr`, `x_indices`, `x_data`,
     `x_shape`; and `y` [N] or [N, 1] (-1 for no label). Optional arrays: a split, as masks `train_mask`, `val_mask`, `test_mask`
-    [N] or as node ids `train`, `val`, `test`; edge weights `edge_weight` [E]; and `num_nodes`, the length of `y`.
+    [N] or as node ids `train`, `val`, `test`; edge weights `edge_weight` [E]; features of the edges `edge_attr` [E] or [E, D];
+    and `num_nodes`, the length of `y`.
 
     Raises:
         ValueError: an array is missing, wrong or unknown; the message names the array and the first wrong entry.
@@ -393,7 +443,9 @@ def read_npz(path: Path) -> NodeData:
     labels = file.labels()
     edges = file.integers("edge_index", (2, None), 0, len(labels))
     weights = file.edge_weights(edges.shape[1])
-    return NodeData(path.stem, edges, file.features(len(labels)), labels, **file.parts(labels), weights=weights)
+    edge_attr = file.edge_attr(edges.shape[1])
+    parts = file.parts(labels)
+    return NodeData(path.stem, edges, file.features(len(labels)), labels, **parts, weights=weights, edge_attr=edge_attr)
 
 
 def with_split(data: NodeData, seed: int = 0, per_class: int = 20, val: int = 500) -> NodeData:

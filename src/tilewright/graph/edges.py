@@ -21,6 +21,7 @@ class Edges:
         num_nodes: number of destination nodes.
         num_sources: number of source nodes.
         weights: weight of each edge; None if all are 1.
+        features: features of each edge; None without.
     """
 
     sources: Int[np.ndarray, " E"]
@@ -28,6 +29,7 @@ class Edges:
     num_nodes: int
     num_sources: int
     weights: Float[np.ndarray, " E"] | None = None
+    features: Float[np.ndarray, "E D"] | None = None
 
     @property
     def edge_index(self) -> Int[np.ndarray, "2 E"]:
@@ -88,7 +90,26 @@ def check_count(noun: str, count: Any) -> int | None:
     return number
 
 
-def from_edge_index(edge_index: Any, num_nodes: int | None, num_sources: int | None = None, weights: Any = None) -> Edges:
+def check_edge_features(features: Any, edges: int) -> Float[np.ndarray, "E D"]:
+    """Returns the features in float32. Raises a `ValueError` unless there is a row `[D]` of finite numbers per edge."""
+    features = np.asarray(features)
+    if features.ndim == 1:
+        features = features[:, None]
+    if features.ndim != 2 or features.shape[0] != edges:
+        raise ValueError(f"expected features [{edges}, D] of edges, found shape {list(features.shape)}")
+    if features.dtype.kind not in "fiub" and features.dtype.name != "bfloat16":
+        raise ValueError(f"expected features of edges to be real numbers, found {features.dtype}")
+    found = to_float32(features)
+    wrong = np.argwhere(~np.isfinite(found))
+    if wrong.size:
+        edge, column = map(int, wrong[0])
+        raise ValueError(f"expected finite features of edges in float32, found {features[edge, column]} at [{edge}, {column}]")
+    return found
+
+
+def from_edge_index(
+    edge_index: Any, num_nodes: int | None, num_sources: int | None = None, weights: Any = None, features: Any = None
+) -> Edges:
     """Reads edges from an `edge_index` `[2, E]` of sources and destinations.
 
     Args:
@@ -96,6 +117,7 @@ def from_edge_index(edge_index: Any, num_nodes: int | None, num_sources: int | N
         num_nodes: number of destination nodes; None takes the largest id plus one (of destinations, if `num_sources` is given).
         num_sources: number of source nodes; None takes `num_nodes`.
         weights: weight of each edge.
+        features: features of each edge, `[E, D]` or `[E]`.
 
     Raises:
         ValueError: ids are not integers or out of range, or lengths differ; the message names the first wrong edge.
@@ -121,7 +143,8 @@ def from_edge_index(edge_index: Any, num_nodes: int | None, num_sources: int | N
     check_ids(ids[0], "source", bound)
     check_ids(ids[1], "destination", num_nodes)
     checked = None if weights is None else check_weights(weights, ids.shape[1])
-    return Edges(ids[0], ids[1], num_nodes, bound, checked)
+    attributes = None if features is None else check_edge_features(features, ids.shape[1])
+    return Edges(ids[0], ids[1], num_nodes, bound, checked, attributes)
 
 
 def from_sparse(matrix: Any) -> Edges:
@@ -182,7 +205,8 @@ def with_self_loops(edges: Edges) -> Edges:
     """Returns the edges with exactly one self-loop per node, like PyG's `add_remaining_self_loops`.
 
     The other edges come first, in their order, followed by the self-loops in order of nodes. A self-loop has the weight of the
-    node's last self-loop among the edges, or 1.
+    node's last self-loop among the edges, or 1. Its features are the mean of those of the node's other edges, or 0, as in PyG's
+    layers with attention (`fill_value="mean"`).
     """
     kept = np.flatnonzero(~edges.is_loop)
     nodes = np.arange(edges.num_nodes)
@@ -192,7 +216,17 @@ def with_self_loops(edges: Edges) -> Edges:
         sources=np.concatenate([edges.sources[kept], nodes]),
         destinations=np.concatenate([edges.destinations[kept], nodes]),
         weights=weights,
+        features=None if edges.features is None else np.concatenate([edges.features[kept], loop_features(edges, kept)]),
     )
+
+
+def loop_features(edges: Edges, kept: Int[np.ndarray, " K"]) -> Float[np.ndarray, "N D"]:
+    """Returns the mean of the features of each node's edges among `kept`; 0 without any."""
+    assert edges.features is not None
+    destinations = edges.destinations[kept]
+    sums = np.zeros((edges.num_nodes, edges.features.shape[1]), np.float32)
+    np.add.at(sums, destinations, edges.features[kept])
+    return sums / np.maximum(np.bincount(destinations, minlength=edges.num_nodes), 1).astype(np.float32)[:, None]
 
 
 def loop_weights(edges: Edges) -> Float[np.ndarray, " N"]:

@@ -2,21 +2,26 @@
 
 `forward` has the sources of each of the N nodes, `backward` the destinations of each of the M sources.
 
-Legend: N nodes, M sources, E edges, H heads, D features of a head, F features.
+Legend: N nodes, M sources, E edges, S slots of a slot list, H heads, D features of a head, F features.
 """
 
+import math
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int32, Shaped
 
 from tilewright.graph.rows import CsrRows, Rows, Slots, dot_slots, take
 from tilewright.kernels import select
 from tilewright.kernels.select import Reduce
 from tilewright.models.gnn import dropout, leaky_relu
+
+End = Literal["sources", "rows", "edges"]
+"""Ends of a slot: its source, its node (a row of the reduction), or the edge itself."""
 
 
 @jax.custom_vjp
@@ -251,32 +256,190 @@ def slot_gradients(
 attend_arrays.defvjp(attention_forward, attention_backward)
 
 
-def edge_softmax(forward: Rows, scores: Float[Array, "E H"]) -> Float[Array, "E H"]:
-    """Computes the softmax of edge scores over the incoming edges of each node."""
-    arrays, shape = jax.tree.flatten(forward)
-    return softmax_arrays(arrays, scores, shape)
+@dataclass(frozen=True)
+class SlotGraph:
+    """Edges of a graph as a slot list: gathers values of nodes and edges for it, and reduces its values over the nodes.
+
+    All methods have gradients that gather. Values of padding slots have no effect and no gradient.
+
+    Attributes:
+        forward: sources of each node.
+        backward: destinations of each source.
+    """
+
+    forward: Rows
+    backward: Rows
+
+    @property
+    def num_edges(self) -> int:
+        """Number of the caller's edges, including padding."""
+        return self.forward.num_edges
+
+    @property
+    def num_slots(self) -> int:
+        return self.forward.num_slots
+
+    def gather(self, values: Shaped[Array, "values ..."], end: End) -> Shaped[Array, "S ..."]:
+        """Gathers the values of each slot's source, node ("rows") or edge (in the caller's order)."""
+        if not jnp.issubdtype(values.dtype, jnp.inexact):
+            return take(values, getattr(self.forward.slot_list, end))
+        arrays, shape = jax.tree.flatten((self.forward, self.backward))
+        return gather_list(arrays, values, shape, end)
+
+    def reduce(self, values: Float[Array, "S ..."], reduce: Reduce) -> Float[Array, "N ..."]:
+        """Reduces the values over each node's slots, in float32; a node without edges gets zeros."""
+        arrays, shape = jax.tree.flatten(self.forward)
+        flat = values.reshape(values.shape[0], math.prod(values.shape[1:]))
+        out: Any = reduce_list(arrays, flat.astype(jnp.float32), shape, reduce)
+        return out.astype(values.dtype).reshape(out.shape[0], *values.shape[1:])
+
+    def softmax(self, scores: Float[Array, "S ..."]) -> Float[Array, "S ..."]:
+        """Computes the softmax of scores over each node's slots; zeros in padding."""
+        arrays, shape = jax.tree.flatten(self.forward)
+        out: Any = softmax_list(arrays, scores.reshape(scores.shape[0], math.prod(scores.shape[1:])), shape)
+        return out.reshape(scores.shape)
+
+    def dropout(self, weights: Float[Array, "S H"], rate: float, key: Array | None) -> Float[Array, "S H"]:
+        """Drops weights with probability `rate`, and scales the others; the dropped ones depend on the caller's order alone."""
+        factors = dropout_factors(self.num_edges, weights.shape[1], rate, key)
+        return weights if factors is None else weights * self.gather(factors.astype(weights.dtype), "edges")
+
+    def to_edges(self, values: Shaped[Array, "S ..."]) -> Shaped[Array, "E ..."]:
+        """Returns the values in the caller's order of edges; zeros for edges in padding."""
+        arrays, shape = jax.tree.flatten(self.forward)
+        return edge_list(arrays, values, shape)
+
+    def weighted_sum(self, x: Float[Array, "M F"], weights: Float[Array, "S H"]) -> Float[Array, "N F"]:
+        """Sums the features of each node's sources, multiplied by the weights of H equal parts of F, with kernels."""
+        arrays, shape = jax.tree.flatten((self.forward, self.backward))
+        return weigh_list(arrays, x, weights.astype(jnp.float32), shape)
+
+
+def backward_places(forward: Rows, backward: Rows) -> Slots:
+    """Returns the place in the forward slot list of each backward slot."""
+    assert forward.slots is not None, "only the first stage has edges"
+    return backward.from_edges(jnp.minimum(forward.slots, max(0, forward.num_slots - 1)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def gather_list(arrays: list[Array], values: Array, shape: Any, end: End) -> Array:
+    """Computes `SlotGraph.gather` on flattened rows, see `reduce_arrays`."""
+    return take(values, getattr(shape.unflatten(arrays)[0].slot_list, end))
+
+
+def gather_list_backward(shape: Any, end: End, saved: tuple, gradient: Array) -> tuple:
+    arrays, like = saved
+    forward, backward = shape.unflatten(arrays)
+    flat = gradient.reshape(gradient.shape[0], math.prod(gradient.shape[1:]))
+    if end == "sources":
+        summed = backward.reduce(flat, None, "sum", backward_places(forward, backward))
+    elif end == "rows":
+        summed = forward.reduce_slots(forward.split(flat.astype(jnp.float32)), "sum")
+    else:
+        summed = forward.to_edges(forward.split(flat))
+    return None, summed.astype(like.dtype).reshape(-1, *gradient.shape[1:])
+
+
+gather_list.defvjp(
+    lambda arrays, values, shape, end: (gather_list(arrays, values, shape, end), (arrays, values[:0])), gather_list_backward
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def reduce_list(arrays: list[Array], values: Array, shape: Any, reduce: Reduce) -> Array:
+    forward = shape.unflatten(arrays)
+    if reduce == "mean":
+        return divided(forward, forward.reduce_slots(forward.split(values), "sum"))
+    return forward.reduce_slots(forward.split(values), reduce)
+
+
+def divided(forward: Rows, summed: Float[Array, "N F"]) -> Float[Array, "N F"]:
+    """Divides sums over the slots by the number of each node's edges."""
+    return summed / jnp.maximum(forward.degrees, 1).astype(jnp.float32)[:, None]
+
+
+def reduce_list_forward(arrays: list[Array], values: Array, shape: Any, reduce: Reduce) -> tuple[Array, tuple]:
+    out: Any = reduce_list(arrays, values, shape, reduce)
+    return out, (arrays, (values, out) if reduce in ("max", "min") else None)
+
+
+def reduce_list_backward(shape: Any, reduce: Reduce, saved: tuple, gradient: Array) -> tuple:
+    arrays, extreme = saved
+    forward = shape.unflatten(arrays)
+    rows, _, _, counts = forward.slot_list
+    if extreme is not None:
+        values, best = extreme
+        counts = counts[:, None] & (values == take(best, rows))
+        ties = forward.reduce_slots(forward.split(counts.astype(jnp.float32)), "sum")
+        return None, jnp.where(counts, take(gradient / jnp.maximum(ties, 1), rows), 0)
+    each = divided(forward, gradient) if reduce == "mean" else gradient
+    return None, jnp.where(counts[:, None], take(each, rows), 0)
+
+
+reduce_list.defvjp(reduce_list_forward, reduce_list_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def softmax_arrays(arrays: list[Array], scores: Array, shape: Any) -> Array:
-    return softmax_forward(arrays, scores, shape)[0]
+def softmax_list(arrays: list[Array], scores: Array, shape: Any) -> Array:
+    return softmax_list_forward(arrays, scores, shape)[0]
 
 
-def softmax_forward(arrays: list[Array], scores: Array, shape: Any) -> tuple[Array, tuple]:
+def softmax_list_forward(arrays: list[Array], scores: Array, shape: Any) -> tuple[Array, tuple]:
     forward = shape.unflatten(arrays)
-    weights, _, _ = softmax_slots(forward, forward.from_edges(scores.astype(jnp.float32)))
-    out = forward.to_edges(weights).astype(scores.dtype)
+    weights = forward.flatten(softmax_slots(forward, forward.split(scores.astype(jnp.float32)))[0])
+    out = jnp.where(forward.slot_list.filled[:, None], weights, 0).astype(scores.dtype)
     return out, (arrays, out)
 
 
-def softmax_backward(shape: Any, saved: tuple, gradient: Array) -> tuple:
+def softmax_list_backward(shape: Any, saved: tuple, gradient: Array) -> tuple:
     arrays, out = saved
     forward = shape.unflatten(arrays)
     weights = out.astype(jnp.float32)
     weighted = gradient.astype(jnp.float32) * weights
-    mean = forward.reduce_slots(forward.from_edges(weighted), "sum")
-    means = forward.to_edges(forward.map_slots(lambda row, _: take(mean, row), 1))
-    return None, (weighted - weights * means).astype(out.dtype)
+    mean = forward.reduce_slots(forward.split(weighted), "sum")
+    return None, (weighted - weights * take(mean, forward.slot_list.rows)).astype(out.dtype)
 
 
-softmax_arrays.defvjp(softmax_forward, softmax_backward)
+softmax_list.defvjp(softmax_list_forward, softmax_list_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def weigh_list(arrays: list[Array], x: Array, weights: Array, shape: Any) -> Array:
+    forward, _ = shape.unflatten(arrays)
+    return forward.reduce(x, per_head(forward.split(weights)), "sum")
+
+
+def weigh_list_backward(shape: Any, saved: tuple, gradient: Array) -> tuple:
+    arrays, x, weights = saved
+    forward, backward = shape.unflatten(arrays)
+    back = tuple(take(weights, places) for places in backward_places(forward, backward))
+    by_head = [each.reshape(each.shape[0], weights.shape[1], each.shape[1] // weights.shape[1]) for each in (gradient, x)]
+    products = forward.flatten(dot_slots(forward, *by_head))
+    counts = forward.slot_list.filled[:, None]
+    return None, backward.reduce(gradient, per_head(back), "sum").astype(x.dtype), jnp.where(counts, products, 0)
+
+
+weigh_list.defvjp(
+    lambda arrays, x, weights, shape: (weigh_list(arrays, x, weights, shape), (arrays, x, weights)), weigh_list_backward
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def edge_list(arrays: list[Array], values: Array, shape: Any) -> Array:
+    forward = shape.unflatten(arrays)
+    return forward.to_edges(forward.split(values))
+
+
+def edge_list_backward(shape: Any, arrays: list[Array], gradient: Array) -> tuple:
+    _, _, edges, filled = shape.unflatten(arrays).slot_list
+    per_slot = take(gradient, edges)
+    return None, jnp.where(filled.reshape(-1, *[1] * (per_slot.ndim - 1)), per_slot, 0)
+
+
+edge_list.defvjp(lambda arrays, values, shape: (edge_list(arrays, values, shape), arrays), edge_list_backward)
+
+
+def edge_softmax(forward: Rows, scores: Float[Array, "E H"]) -> Float[Array, "E H"]:
+    """Computes the softmax of edge scores over the incoming edges of each node, in the caller's order of edges."""
+    slots = SlotGraph(forward, forward)
+    return slots.to_edges(slots.softmax(slots.gather(scores, "edges")))

@@ -4,12 +4,16 @@ Two classes have the same methods. `BucketRows` stores padded rows of equal widt
 one list. A *slot* is a place for a neighbour of a row. Values of slots are a tuple of arrays, one per bucket. No method
 scatters.
 
+A *slot list* has the slots of all rows in one array `[S, ...]`, the order of edges in which messages are computed.
+
 Legend: N rows, M nodes to gather from, R rows of a bucket, K slots of a row, E edges, H heads, F features, S slots in a list.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import jax
 
@@ -17,7 +21,7 @@ import jax
 import jax.experimental.pallas.tpu
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Bool, Float, Int32, Shaped
 
 from tilewright.kernels import select
 from tilewright.kernels.select import Reduce
@@ -50,6 +54,31 @@ def map_chunks(value: Callable[..., Array], width: int, *places: Array) -> Array
     return values.reshape(-1, *values.shape[2:])[:size]
 
 
+class SlotList(NamedTuple):
+    """Slot list of a graph. Padding slots repeat the caller's first edge, so that functions of them are as finite as its.
+
+    Attributes:
+        rows: row of each slot.
+        sources: source of each slot.
+        edges: caller's edge of each slot.
+        filled: mask of the slots with an edge.
+    """
+
+    rows: Int32[Array, " S"]
+    sources: Int32[Array, " S"]
+    edges: Int32[Array, " S"]
+    filled: Bool[Array, " S"]
+
+
+def slot_list(rows: Array, sources: Array, edges: Array, filled: Array, slots: Array) -> SlotList:
+    """Builds a slot list; `slots` has the slot of each of the caller's edges."""
+    if not rows.shape[0] or not slots.shape[0]:
+        return SlotList(rows, sources, edges, filled)
+    first = slots[0]
+    ends = [jnp.where(filled, values, values.at[first].get(mode="clip")) for values in (rows, sources, edges)]
+    return SlotList(ends[0], ends[1], ends[2], filled)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Bucket:
@@ -67,13 +96,18 @@ class Bucket:
     nodes: Int32[Array, " R"]
     edges: Int32[Array, "R K"] | None
 
+    @property
+    def filled(self) -> Bool[Array, "R K"]:
+        """Mask of the filled slots."""
+        return jnp.arange(self.sources.shape[1], dtype=jnp.int32) < self.degrees[:, None]
+
     def reduce_slots(self, values: Float[Array, "R K H"], reduce: Reduce) -> Float[Array, "R H"]:
         """Reduces stored values over the slots; an empty row gets zeros."""
-        counts = (jnp.arange(self.sources.shape[1], dtype=jnp.int32) < self.degrees[:, None])[:, :, None]
+        counts = self.filled[:, :, None]
         if reduce == "sum":
             return jnp.where(counts, values, 0).sum(axis=1)
-        best = jnp.max(jnp.where(counts, values, -jnp.inf), axis=1, initial=-jnp.inf)
-        return jnp.where(self.degrees[:, None] > 0, best, 0)
+        best, worst = (jnp.min, jnp.inf) if reduce == "min" else (jnp.max, -jnp.inf)
+        return jnp.where(self.degrees[:, None] > 0, best(jnp.where(counts, values, worst), axis=1, initial=worst), 0)
 
     def sum_slots(self, message: Callable[..., Array], extra: Slots) -> Array:
         """Sums `message(nodes, sources, *extra)` over the slots, slot by slot, without storing the messages."""
@@ -129,6 +163,11 @@ class BucketRows:
         return self.slots.shape[0]
 
     @property
+    def num_slots(self) -> int:
+        """Number of slots of a slot list."""
+        return sum(bucket.sources.size for bucket in self.blocks)
+
+    @property
     def blocks(self) -> tuple[Bucket, ...]:
         """All buckets: whole rows, and parts of split rows."""
         return self.buckets + self.parts
@@ -141,14 +180,48 @@ class BucketRows:
         out = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
         return out if self.order is None else take(out, self.order)
 
-    def reduce(self, x: Float[Array, "M F"], weights: Slots | None, reduce: Reduce) -> Float[Array, "N F"]:
-        """Gathers and reduces features with kernels. Weights are `[R, K]`, or `[R, K, H]` for H equal parts of F."""
+    @property
+    def slot_list(self) -> SlotList:
+        """The slots of all buckets."""
+        assert self.slots is not None, "only the first stage has edges"
+        rows = [jnp.broadcast_to(bucket.nodes[:, None], bucket.sources.shape) for bucket in self.blocks]
+        edges = [jnp.zeros_like(bucket.sources) if bucket.edges is None else bucket.edges for bucket in self.blocks]
+        filled = [bucket.filled for bucket in self.blocks]
+        sources = [bucket.sources for bucket in self.blocks]
+        flat = [self.flatten(tuple(values)) for values in (rows, sources, edges, filled)]
+        return slot_list(flat[0], flat[1], flat[2], flat[3], self.slots)
+
+    def flatten(self, values: Slots) -> Shaped[Array, "S ..."]:
+        """Joins the values of slots to a slot list."""
+        return jnp.concatenate([value.reshape(-1, *value.shape[2:]) for value in values])
+
+    def split(self, values: Shaped[Array, "S ..."]) -> Slots:
+        """Splits a slot list into the values of slots, the inverse of `flatten`."""
+        sizes = [bucket.sources.size for bucket in self.blocks]
+        ends = list(accumulate(sizes))
+        return tuple(
+            values[end - size : end].reshape(*bucket.sources.shape, *values.shape[1:])
+            for size, end, bucket in zip(sizes, ends, self.blocks, strict=True)
+        )
+
+    def reduce(
+        self, x: Float[Array, "M F"], weights: Slots | None, reduce: Reduce, sources: Slots | None = None
+    ) -> Float[Array, "N F"]:
+        """Gathers and reduces features with kernels.
+
+        Args:
+            x: features.
+            weights: weights `[R, K]`, or `[R, K, H]` for H equal parts of F; None for 1.
+            reduce: the reduction.
+            sources: rows of `x` for the slots; None for their sources.
+        """
         split_mean = reduce == "mean" and self.rest is not None
         inner: Reduce = "sum" if split_mean else reduce
         scales = [None] * len(self.blocks) if weights is None else weights
+        gathered = [bucket.sources for bucket in self.blocks] if sources is None else sources
         reduced = tuple(
-            select.gather_reduce(x, bucket.sources, bucket.degrees, scale, inner)
-            for bucket, scale in zip(self.blocks, scales, strict=True)
+            select.gather_reduce(x, places, bucket.degrees, scale, inner)
+            for bucket, places, scale in zip(self.blocks, gathered, scales, strict=True)
         )
         out = self.join(reduced, inner)
         if not split_mean:
@@ -157,7 +230,7 @@ class BucketRows:
         return (out.astype(jnp.float32) / degrees).astype(x.dtype)
 
     def reduce_slots(self, values: Slots, reduce: Reduce) -> Float[Array, "N H"]:
-        """Computes the sum or maximum of stored values `[R, K, H]` over each row; an empty row gets zeros."""
+        """Computes the sum, maximum or minimum of stored values `[R, K, H]` over each row; an empty row gets zeros."""
         reduced = [bucket.reduce_slots(value, reduce) for bucket, value in zip(self.blocks, values, strict=True)]
         return self.join(tuple(reduced), reduce)
 
@@ -172,16 +245,16 @@ class BucketRows:
         slot_values = zip(*extra, strict=True) if extra else [()] * len(self.blocks)
         return tuple(bucket.map_slots(value, width, values) for bucket, values in zip(self.blocks, slot_values, strict=True))
 
-    def from_edges(self, values: Float[Array, "E ..."]) -> Slots:
+    def from_edges(self, values: Shaped[Array, "E ..."]) -> Slots:
         """Gathers values of the caller's edges for the slots; padding has arbitrary values."""
         if not values.shape[0]:
             return tuple(jnp.zeros((*bucket.sources.shape, *values.shape[1:]), values.dtype) for bucket in self.blocks)
         return tuple(take(values, bucket.edges) for bucket in self.blocks if bucket.edges is not None)
 
-    def to_edges(self, values: Slots) -> Float[Array, "E ..."]:
+    def to_edges(self, values: Slots) -> Shaped[Array, "E ..."]:
         """Gathers values of slots for the caller's edges, the inverse of `from_edges`; padding gets zeros."""
         assert self.slots is not None, "only the first stage has edges"
-        flat = jnp.concatenate([value.reshape(-1, *value.shape[2:]) for value in values])
+        flat = self.flatten(values)
         if not flat.shape[0]:
             return jnp.zeros((self.num_edges, *flat.shape[1:]), flat.dtype)
         return flat.at[self.slots].get(mode="fill", fill_value=0)
@@ -211,14 +284,31 @@ class CsrRows:
         return self.slots.shape[0]
 
     @property
+    def num_slots(self) -> int:
+        return self.sources.shape[0]
+
+    @property
     def degrees(self) -> Int32[Array, " N"]:
         return self.offsets[1:] - self.offsets[:-1]
 
-    def reduce(self, x: Float[Array, "M F"], weights: Slots | None, reduce: Reduce) -> Float[Array, "N F"]:
+    @property
+    def slot_list(self) -> SlotList:
+        filled = jnp.arange(self.sources.shape[0], dtype=jnp.int32) < self.offsets[-1]
+        return slot_list(self.rows, self.sources, self.edges, filled, self.slots)
+
+    def flatten(self, values: Slots) -> Shaped[Array, "S ..."]:
+        return values[0]
+
+    def split(self, values: Shaped[Array, "S ..."]) -> Slots:
+        return (values,)
+
+    def reduce(
+        self, x: Float[Array, "M F"], weights: Slots | None, reduce: Reduce, sources: Slots | None = None
+    ) -> Float[Array, "N F"]:
         if not x.shape[0]:
             return jnp.zeros((self.degrees.shape[0], x.shape[1]), x.dtype)
         scale = None if weights is None else weights[0]
-        return select.gather_reduce_csr(x, self.offsets, self.sources, scale, reduce)
+        return select.gather_reduce_csr(x, self.offsets, self.sources if sources is None else sources[0], scale, reduce)
 
     def reduce_slots(self, values: Slots, reduce: Reduce) -> Float[Array, "N H"]:
         places = jnp.arange(self.sources.shape[0], dtype=jnp.int32)
@@ -231,10 +321,10 @@ class CsrRows:
     def map_slots(self, value: Callable[..., Array], width: int, *extra: Slots) -> Slots:
         return (map_chunks(value, width, self.rows, self.sources, *(values[0] for values in extra)),)
 
-    def from_edges(self, values: Float[Array, "E ..."]) -> Slots:
+    def from_edges(self, values: Shaped[Array, "E ..."]) -> Slots:
         return (take(values, self.edges),)
 
-    def to_edges(self, values: Slots) -> Float[Array, "E ..."]:
+    def to_edges(self, values: Slots) -> Shaped[Array, "E ..."]:
         return values[0].at[self.slots].get(mode="fill", fill_value=0)
 
 

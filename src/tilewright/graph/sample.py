@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from tilewright.graph.edges import from_edge_index
+from tilewright.graph.gradients import End
+from tilewright.graph.messages import Function, pass_messages
 from tilewright.kernels.select import Reduce
 from tilewright.models import gnn
 
@@ -52,7 +54,7 @@ class SampledLayer:
     def num_sources(self) -> int:
         return self.num_nodes * (1 + self.fan_out)
 
-    def slots(self, x: Float[Array, "M *F"]) -> Float[Array, "N K *F"]:
+    def slots(self, x: Shaped[Array, "M *F"]) -> Shaped[Array, "N K *F"]:
         """Returns the rows of `x` by slot."""
         return x[self.num_nodes :].reshape(self.num_nodes, self.fan_out, *x.shape[1:])
 
@@ -96,20 +98,116 @@ class SampledLayer:
         key: Array | None = None,
     ) -> Float[Array, "N H D"]:
         """Attends over the sampled neighbours; a row without neighbours gets zeros."""
-        scores = self.slots(source_score) + target_score[:, None]
-        values = self.slots(x)
-        filled = jnp.broadcast_to(self.filled(1), scores.shape)
-        if self.self_loops:
-            n = self.num_nodes
-            scores = jnp.concatenate([(source_score[:n] + target_score)[:, None], scores], 1)
-            values = jnp.concatenate([x[:n][:, None], values], 1)
-            filled = jnp.concatenate([jnp.ones_like(filled[:, :1]), filled], 1)
-        scores = gnn.leaky_relu(scores.astype(jnp.float32), negative_slope)
+        slots = SampledSlots(self)
+        scores = slots.gather(source_score, "sources") + slots.gather(target_score, "rows")
+        weights = slots.softmax(gnn.leaky_relu(scores.astype(jnp.float32), negative_slope))
+        flat = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+        return slots.weighted_sum(flat, gnn.dropout(weights, dropout, key)).reshape(-1, *x.shape[1:])
+
+    def propagate(
+        self,
+        x: Any,
+        message: Function | None = None,
+        reduce: str | Sequence[str] = "sum",
+        *,
+        weight: Function | Array | None = None,
+        **values: Any,
+    ) -> Float[Array, "N ..."]:
+        """Computes and reduces messages of the sampled edges; see `tilewright.graph.aggregate.propagate`.
+
+        Values of edges have a row for each slot, `[N * fan_out, ...]` (see `Sample.edges`). With `self_loops`, a self-loop has
+        the mean of its node's sampled edges, as PyG's `fill_value="mean"`. Sums are those of the sampled edges, not scaled.
+        """
+        sizes = self.num_sources, self.num_nodes
+        return pass_messages(SampledSlots(self), x, message, reduce, weight, values, sizes)
+
+
+@dataclass(frozen=True)
+class SampledSlots:
+    """Edges of a sampled layer, grouped by destination; implements `messages.Slots`.
+
+    The slots of a destination are consecutive. With self-loops, a destination's first slot is its self-loop. Slots in padding
+    repeat a sampled edge.
+    """
+
+    layer: SampledLayer
+
+    @property
+    def num_edges(self) -> int:
+        return self.layer.num_nodes * self.layer.fan_out
+
+    @property
+    def num_slots(self) -> int:
+        return self.layer.num_nodes * (self.layer.fan_out + self.layer.self_loops)
+
+    @property
+    def filled(self) -> Bool[Array, "N K"]:
+        """Mask of the slots with an edge."""
+        filled = self.layer.filled(0)
+        return jnp.pad(filled, ((0, 0), (1, 0)), constant_values=True) if self.layer.self_loops else filled
+
+    def by_row(self, values: Array) -> Array:
+        """Returns the values by destination, `[N, K, ...]`."""
+        nodes = self.layer.num_nodes
+        return values.reshape(nodes, self.num_slots // max(nodes, 1), *values.shape[1:])
+
+    def gather(self, values: Array, end: End) -> Array:
+        """Returns the values of each slot's source, destination ("rows") or edge."""
+        n = self.layer.num_nodes
+        filled = self.filled
+        if end == "rows":
+            slots = jnp.broadcast_to(values[:, None], (*filled.shape, *values.shape[1:]))
+        else:
+            slots = self.layer.slots(values) if end == "sources" else values.reshape(n, self.layer.fan_out, *values.shape[1:])
+            if self.layer.self_loops:
+                itself = values[:n] if end == "sources" else self.mean_of_edges(slots)
+                slots = jnp.concatenate([itself[:, None], slots], 1)
+        flat = slots.reshape(-1, *values.shape[1:])
+        if not flat.shape[0]:
+            return flat
+        first = jax.lax.dynamic_index_in_dim(flat, jnp.argmax(filled.ravel()), 0)
+        return jnp.where(filled.reshape(-1, *[1] * (values.ndim - 1)), flat, jax.lax.stop_gradient(first))
+
+    def mean_of_edges(self, slots: Array) -> Array:
+        """Computes the mean of the sampled edges' values at each destination; zeros without edges."""
+        if not jnp.issubdtype(slots.dtype, jnp.floating):
+            raise ValueError(f"expected floating-point values of edges, whose means self-loops have, found {slots.dtype}")
+        mask = self.layer.filled(slots.ndim - 2)
+        count = jnp.maximum(self.layer.degrees, 1).reshape(-1, *[1] * (slots.ndim - 2))
+        return (jnp.where(mask, slots, 0).sum(1) / count.astype(jnp.float32)).astype(slots.dtype)
+
+    def reduce(self, values: Array, reduce: Reduce) -> Array:
+        """Reduces the values over each destination's slots, in float32; zeros without edges."""
+        by_row = self.by_row(values.astype(jnp.float32))
+        ones = [1] * (values.ndim - 1)
+        mask = self.filled.reshape(*self.filled.shape, *ones)
+        count = self.filled.sum(1).reshape(-1, *ones)
+        if reduce in ("max", "min"):
+            worst = -jnp.inf if reduce == "max" else jnp.inf
+            masked = jnp.where(mask, by_row, worst)
+            best = masked.max(1, initial=worst) if reduce == "max" else masked.min(1, initial=worst)
+            return jnp.where(count > 0, best, 0).astype(values.dtype)
+        total = jnp.where(mask, by_row, 0).sum(1)
+        return (total if reduce == "sum" else total / jnp.maximum(count, 1).astype(jnp.float32)).astype(values.dtype)
+
+    def softmax(self, scores: Array) -> Array:
+        """Computes the softmax of scores over each destination's slots; zeros in padding."""
+        by_row = self.by_row(scores)
+        filled = jnp.broadcast_to(self.filled.reshape(*self.filled.shape, *[1] * (scores.ndim - 1)), by_row.shape)
         # Rows without neighbours use a softmax over padding, whose gradient is finite and has no effect.
         counts = filled | ~filled.any(1, keepdims=True)
-        weights = gnn.dropout(jax.nn.softmax(jnp.where(filled, scores, 0), axis=1, where=counts), dropout, key)
-        weighted = jnp.where(filled[..., None], weights[..., None] * values.astype(jnp.float32), 0)
-        return weighted.sum(1).astype(x.dtype)
+        weights = jax.nn.softmax(jnp.where(filled, by_row, 0), axis=1, where=counts)
+        return jnp.where(filled, weights, 0).reshape(scores.shape)
+
+    def dropout(self, weights: Array, rate: float, key: Array | None) -> Array:
+        """Drops weights with probability `rate`, and scales the others."""
+        return gnn.dropout(weights, rate, key)
+
+    def weighted_sum(self, x: Float[Array, "M F"], weights: Float[Array, "S H"]) -> Float[Array, "N F"]:
+        """Sums the features of each destination's sources, multiplied by the weights of H equal parts of F."""
+        sources = self.gather(x, "sources").astype(jnp.float32).reshape(weights.shape[0], weights.shape[1], -1)
+        weighted = (sources * weights[:, :, None]).reshape(-1, x.shape[1])
+        return self.reduce(weighted, "sum").astype(x.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -119,6 +217,7 @@ class Sample:
 
     Attributes:
         nodes: node of each input row, int32 `[M]` in NumPy; the roots come first, padding rows have valid nodes.
+        edges: edge of each slot of each layer, int64 `[N * fan_out]` in NumPy, the input layer first; 0 in padding.
         rows: mask of the rows that are not padding, bool `[M]`.
         layers: neighbours in each layer, the input layer first, for `models.gnn.apply`.
     """
@@ -126,6 +225,7 @@ class Sample:
     nodes: Any
     rows: Any
     layers: tuple[SampledLayer, ...]
+    edges: tuple[Any, ...] = ()
 
 
 class NeighbourSampler:
@@ -162,7 +262,8 @@ class NeighbourSampler:
         self.batch_size = batch_size
         self.self_loops = self_loops
         self.num_nodes = edges.num_nodes
-        self.sources = edges.sources[np.argsort(edges.destinations, kind="stable")].astype(np.int32)
+        self.edges = np.argsort(edges.destinations, kind="stable")
+        self.sources = edges.sources[self.edges].astype(np.int32)
         self.neighbours = np.bincount(edges.destinations, minlength=self.num_nodes).astype(np.int32)
         self.offsets = np.concatenate([[0], np.cumsum(self.neighbours, dtype=np.int64)])
         most = max(1, int(self.neighbours.max()))
@@ -195,6 +296,7 @@ class NeighbourSampler:
         nodes[: len(roots)] = roots
         rows = np.arange(self.batch_size) < len(roots)
         layers = []
+        drawn_edges = []
         for fan_out in self.fan_outs:
             counts = np.where(rows, self.neighbours[nodes], 0)
             degrees = np.minimum(counts, fan_out).astype(np.int32)
@@ -202,11 +304,13 @@ class NeighbourSampler:
             picks = np.where(filled, self.offsets[nodes][:, None] + draw(counts, fan_out, rng), 0)
             # A graph without edges has no sources to read for padding.
             sampled = self.sources[picks] if len(self.sources) else np.zeros(picks.shape, np.int32)
+            edges = self.edges[picks] if len(self.edges) else np.zeros(picks.shape, np.int64)
+            drawn_edges.append(np.where(filled, edges, 0).ravel())
             nodes = np.concatenate([nodes, np.where(filled, sampled, 0).ravel()])
             rows = np.concatenate([rows, filled.ravel()])
             neighbours = np.where(rows, self.neighbours[nodes], 0).astype(np.int32)
             layers.append(SampledLayer(jnp.asarray(degrees), jnp.asarray(neighbours), fan_out, self.self_loops))
-        return Sample(nodes, jnp.asarray(rows), tuple(reversed(layers)))
+        return Sample(nodes, jnp.asarray(rows), tuple(reversed(layers)), tuple(reversed(drawn_edges)))
 
 
 def draw(counts: Int[np.ndarray, " N"], k: int, rng: np.random.Generator) -> Int[np.ndarray, "N K"]:

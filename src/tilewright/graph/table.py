@@ -6,6 +6,8 @@ caller's order; the methods of the table use table order, so that the layers of 
 Legend: N nodes, M sources, E edges, F features, H heads, D features of a head.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -16,7 +18,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
-from tilewright.graph import build
+from tilewright.graph import build, messages
 from tilewright.graph.edges import (
     Edges,
     from_edge_index,
@@ -26,7 +28,7 @@ from tilewright.graph.edges import (
     repeated_loops,
     with_self_loops,
 )
-from tilewright.graph.gradients import dropout_factors, neighbour_attention, neighbour_reduce, permute
+from tilewright.graph.gradients import SlotGraph, dropout_factors, neighbour_attention, neighbour_reduce, permute
 from tilewright.graph.rows import BucketRows, Rows
 from tilewright.kernels import select
 from tilewright.kernels.select import Reduce
@@ -240,6 +242,28 @@ class NeighborTable:
             )
         factors = dropout_factors(self.num_edges, heads, dropout, key)
         return neighbour_attention(self.forward, self.backward, x, source_score, target_score, factors, negative_slope)
+
+    def propagate(
+        self,
+        x: Any,
+        message: messages.Function | None = None,
+        reduce: str | Sequence[str] = "sum",
+        *,
+        weight: messages.Function | Array | None = None,
+        **values: Any,
+    ) -> Float[Array, "N ..."]:
+        """Computes and reduces messages, with values of nodes in table order; see `tilewright.graph.messages.propagate`."""
+        names = messages.reductions(reduce)
+        if message is None and weight is None and not values:
+            if not any(select.refuses_message_reduce(False, False, name) for name in names):
+                flat = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+                each = [self.aggregate(flat, name).reshape(-1, *x.shape[1:]) for name in names]
+                return each[0] if len(each) == 1 else jnp.concatenate(each, axis=-1)
+            if self.weights is not None:
+                message = messages.weighted_source
+                values = {"edge_weight": self.weights}
+        slots = SlotGraph(self.forward, self.backward)
+        return messages.pass_messages(slots, x, message, reduce, weight, values, (self.num_sources, self.num_nodes))
 
     def checked_weights(self, weights: Float[Array, " E"] | None) -> Float[Array, " E"] | None:
         """Returns the given weights in float32, or else the table's weights. Raises a `ValueError` for another shape."""

@@ -5,7 +5,7 @@ A program may target a chip other than the local one, so the implementations for
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from tilewright.kernels import native
 from tilewright.kernels.gather_reduce import reference
 from tilewright.kernels.gather_reduce import xla as gather_xla
 from tilewright.kernels.gather_reduce.reference import Reduce
-from tilewright.kernels.registry import first
+from tilewright.kernels.registry import Chip, Kernels, Selection, first, selection
 from tilewright.kernels.scatter_add import xla as scatter_xla
 
 Attended = tuple[Array, Array, Array]
@@ -39,6 +39,19 @@ def gather_reduce_csr(x: Array, offsets: Array, sources: Array, weights: Array |
         return plain(x, offsets, sources, weights)
     fused = partial(lists_kernel().gather_reduce_csr, reduce=reduce)
     return jax.lax.platform_dependent(x, offsets, sources, weights, cpu=fused, default=plain)
+
+
+def message_kernel(
+    function: bool, weighted: bool, reduce: str, chip: Chip | None = None, kernels: Kernels = "auto"
+) -> Selection:
+    """Returns the implementation that reduces messages of a form, and the reasons against faster ones.
+
+    Args:
+        function, weighted, reduce: form of the messages, see `gather_reduce.reference.refuses_message_reduce`.
+        chip, kernels: see `select.operations`.
+    """
+    here = chip or cast(Chip, jax.default_backend())
+    return selection("messages", (function, weighted, reduce), here, kernels)
 
 
 def attend_csr(

@@ -99,6 +99,7 @@ IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
         Implementation("NKI", "gather_reduce.nki", "trainium"),
         *listed(xla="gather_reduce.xla"),
     ),
+    "message_reduce": (*listed("gather_reduce.cpu", "gather_reduce.pallas_tpu"), *listed(xla="gather_reduce.xla")),
     "scatter_add": (
         *listed(tpu="scatter_add.pallas_tpu"),
         Implementation("NKI", "scatter_add.nki", "trainium"),
@@ -121,6 +122,7 @@ SHOWN: Mapping[str, str] = {
     "head's argmax": "head_argmax",
     "head's top-k": "head_top_k",
     "graph reduction": "gather_reduce",
+    "messages": "message_reduce",
     "sums of messages": "scatter_add",
 }
 """Operations whose implementation is shown to users, by their displayed names."""
@@ -138,8 +140,9 @@ DECODING = (
 """Displayed operations of language models."""
 DENOISING = ("products", "norms", "attention", "sparse attention")
 """Displayed operations of diffusion language models."""
-MODELS = tuple(shown for shown in SHOWN if shown != "sums of messages")
-"""Displayed operations of all models; only a benchmark sums messages that are already gathered."""
+MODELS = tuple(shown for shown in SHOWN if shown not in ("messages", "sums of messages"))
+"""Displayed operations of all models. The kernel of messages depends on their form (`graph.message_kernel`), and only a
+benchmark sums messages that are already gathered."""
 
 
 def for_chip(operation: str, chip: Chip | None) -> tuple[Implementation, ...]:
@@ -300,5 +303,6 @@ def typical_operands(
         "head's argmax": head,
         "head's top-k": (*head, 16),
         "graph reduction": (shaped(entries, 128), whole(entries, 16), None),
+        "messages": (False, False, "sum"),
         "sums of messages": (shaped(entries, 16, 128),),
     }

@@ -20,12 +20,14 @@ from tilewright.kernels.attention.xla import ungroup_rows as ungroup_rows
 from tilewright.kernels.bundles.xla import CPU_XLA, in_few_bits
 from tilewright.kernels.bundles.xla import PLAIN as PLAIN
 from tilewright.kernels.gather_reduce.reference import Reduce as Reduce
+from tilewright.kernels.gather_reduce.reference import refuses_message_reduce as refuses_message_reduce
 from tilewright.kernels.graph import attend_csr as attend_csr
 from tilewright.kernels.graph import attend_csr_grad as attend_csr_grad
 from tilewright.kernels.graph import edge_dot_csr as edge_dot_csr
 from tilewright.kernels.graph import gather_reduce as gather_reduce
 from tilewright.kernels.graph import gather_reduce_csr as gather_reduce_csr
 from tilewright.kernels.graph import has_csr_kernels as has_csr_kernels
+from tilewright.kernels.graph import message_kernel as message_kernel
 from tilewright.kernels.graph import scatter_add as scatter_add
 from tilewright.kernels.head_argmax.xla import allowed as allowed
 from tilewright.kernels.head_argmax.xla import argmax as argmax

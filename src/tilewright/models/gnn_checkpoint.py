@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from tilewright.models import gnn
 from tilewright.models.checkpoint import CONFIG, load_params, read_config, save_params
 from tilewright.models.config import ConfigReader
-from tilewright.models.gnn import FAMILIES, Config, GNNParams, State
+from tilewright.models.gnn import Config, GNNParams, State
+from tilewright.models.gnn_families import FAMILIES
 from tilewright.models.params import DTYPES, Dtype
 
 

@@ -5,7 +5,7 @@ dimension of runs. *Weights* are a pair of parameters and running statistics of 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 import jax
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from tilewright.graph.data import GraphData, NodeData, SparseRows
 from tilewright.models import gnn
-from tilewright.models.gnn import Config, GCNConfig
+from tilewright.models.gnn import Config
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.loop import Metrics, Step, Task, TrainOptions, TrainResult, descend
 
@@ -58,10 +58,11 @@ class GNNOptions(TrainOptions):
 
 
 def content_fingerprint(data: NodeData | GraphData) -> str:
-    """Returns a digest of the data: edges, weights, features, labels and split."""
+    """Returns a digest of the data: edges with weights and features, features of nodes, labels and split."""
     features = data.features
     parts = vars(features) if isinstance(features, SparseRows) else features
-    content = {name: value for name, value in vars(data).items() if name != "name" and value is not None}
+    content = {field.name: getattr(data, field.name) for field in fields(data) if field.name != "name"}
+    content = {name: value for name, value in content.items() if value is not None}
     return fingerprint({**content, "features": parts})
 
 
@@ -69,6 +70,22 @@ def gnn_run_fingerprint(data: NodeData | GraphData, config: Config, options: GNN
     """Returns the fingerprint of the runs, which a checkpoint must match."""
     settings = {**asdict(config), **options.run_fingerprint(), "data": data.name, "content": content_fingerprint(data)}
     return {"family": type(config).__name__, **settings, **more}
+
+
+def check_edge_features(config: Config, data: NodeData | GraphData) -> None:
+    """Raises a `ValueError` if the model expects features of edges of another width than the data's, or none."""
+    expected = getattr(config, "edge_features", 0)
+    if expected != data.num_edge_features:
+        name = type(config).__name__
+        raise ValueError(f"expected {expected} features of edges for {name}, found {data.num_edge_features} in {data.name}")
+
+
+def mean_log_degree(data: NodeData | GraphData) -> float:
+    """Computes the mean of `log(degree + 1)` over all nodes, by which PNA scales."""
+    destinations = data.edge_index[1]
+    if isinstance(data, GraphData):
+        destinations = destinations + np.repeat(data.node_offsets[:-1], np.diff(data.edge_offsets))
+    return float(np.log1p(np.bincount(destinations, minlength=data.num_nodes)).mean()) or 1.0
 
 
 def over_runs(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +101,7 @@ def make_optimizer(config: Config, options: GNNOptions, steps_per_epoch: int) ->
     def decayed(params: Any) -> Any:
         mask = jax.tree.map(lambda value: value.ndim >= 2, params)
         off = jax.tree.map(lambda _: False, mask)
-        return replace(off, layers=(mask.layers[0], *off.layers[1:])) if isinstance(config, GCNConfig) else mask
+        return replace(off, layers=(mask.layers[0], *off.layers[1:])) if config.decays_first else mask
 
     rate: optax.ScalarOrSchedule = options.learning_rate
     if options.halve_every:

@@ -15,11 +15,12 @@ from jaxtyping import Int32
 from tilewright.graph.batch import PADDING, Capacity, GraphBatch, pack
 from tilewright.graph.data import GraphData
 from tilewright.models import gnn
-from tilewright.models.gnn import Config, GATConfig
+from tilewright.models.gnn import FAMILIES, Config
 from tilewright.train.gnn import (
     GNNOptions,
     Weights,
     accuracy,
+    check_edge_features,
     descend_rows,
     gnn_run_fingerprint,
     make_optimizer,
@@ -73,8 +74,10 @@ class GraphBatches:
 
 
 def check_folds(config: Config, data: GraphData, folds: Sequence[int]) -> None:
-    if isinstance(config, GATConfig):
-        raise ValueError("expected gcn, sage or gin to classify graphs, found gat")
+    check_edge_features(config, data)
+    if config.self_loops == "table":
+        given = [name for name, kind in FAMILIES.items() if kind.self_loops != "table"]
+        raise ValueError(f"expected one of {', '.join(given)} to classify graphs, found {type(config).__name__}")
     if wrong := [fold for fold in folds if not 0 <= fold < len(data.folds)]:
         raise ValueError(f"{data.name}: expected folds from 1 to {len(data.folds)}, found {wrong[0] + 1}")
 
@@ -101,11 +104,14 @@ def graphs_task(config: Config, data: GraphData, options: GNNOptions, folds: Seq
     test_capacity = Capacity.from_batches(data, [drawn.tests()])
     tests = jax.tree.map(jnp.asarray, pack(data, drawn.tests(), test_capacity))
     features = jnp.asarray(data.features)
+    edge_attr = None if data.edge_attr is None else jnp.asarray(data.edge_attr)
 
     def batch_scores(weights: Weights, batch: GraphBatch, x: Array, capacity: Capacity, **options: Any) -> tuple[Array, Any]:
         table = batch.table(capacity)
         pool = batch.pool(capacity)
-        return gnn.apply(config, weights[0], table, batch.features(x), weights[1], rows=batch.rows, pool=pool, **options)
+        edges = batch.edge_attr(edge_attr)
+        x = batch.features(x)
+        return gnn.apply(config, weights[0], table, x, weights[1], edge_attr=edges, rows=batch.rows, pool=pool, **options)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(weights: Weights, opt_state: Any, x: Array, batch: GraphBatch, keys: Array) -> tuple[Weights, Any, Metrics]:

@@ -11,21 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from tilewright.graph.data import NodeData, SparseRows
-from tilewright.graph.edges import find_negative_degree, from_edge_index, negative_degree
+from tilewright.graph.edges import find_negative_degree, from_edge_index, negative_degree, with_self_loops
 from tilewright.graph.features import SparseFeatures
 from tilewright.graph.partition import PartitionedTable
 from tilewright.graph.sample import NeighbourSampler, Sample
-from tilewright.graph.table import NeighborTable
+from tilewright.graph.table import make_table
 from tilewright.models import gnn
-from tilewright.models.gnn import Config, GATConfig, GCNConfig
+from tilewright.models.gnn import Config
 from tilewright.train.gnn import (
     PARTS,
     GNNOptions,
     Weights,
     accuracy,
+    check_edge_features,
     descend_rows,
     gnn_run_fingerprint,
     make_optimizer,
@@ -49,9 +50,10 @@ def data_sizes(data: NodeData) -> dict[str, int]:
 def check_trainable(config: Config, data: NodeData) -> None:
     if not len(data.train):
         raise ValueError(f"{data.name}: expected training nodes, found none")
+    check_edge_features(config, data)
     if data.weights is None:
         return
-    if not isinstance(config, GCNConfig):
+    if not config.takes_weights:
         raise ValueError(
             f"expected no edge weights for models other than GCN, found some in {data.name}; leave out edge_weight"
         )
@@ -70,6 +72,7 @@ class WholeGraph:
         labels: labels `[N]`; -1 for no label.
         parts: masks of training, validation and test nodes, bool `[3, N]`.
         rows: mask of the rows that are nodes; None if all rows are.
+        edge_attr: features of the table's edges; None without.
     """
 
     table: Any
@@ -77,12 +80,13 @@ class WholeGraph:
     labels: Any
     parts: Any
     rows: Any = None
+    edge_attr: Any = None
 
 
 def whole_graph(config: Config, data: NodeData, layout: str = "auto", mesh: Mesh | None = None) -> WholeGraph:
-    """Moves a graph to the device or partitions it over a mesh, with self-loops for GAT."""
+    """Moves a graph to the device or partitions it over a mesh, with the self-loops that the model expects."""
     edges = data.edge_index
-    loops = isinstance(config, GATConfig)
+    loops = config.self_loops == "table"
     parts = np.zeros((data.num_nodes, 3), bool)
     for n, part in enumerate(PARTS):
         parts[getattr(data, part), n] = True
@@ -91,9 +95,13 @@ def whole_graph(config: Config, data: NodeData, layout: str = "auto", mesh: Mesh
         x = sharded.permute(data.rows(np.arange(data.num_nodes)))
         labels = sharded.permute(data.labels, fill=-1)
         return WholeGraph(sharded, x, labels, sharded.permute(parts).T, sharded.rows)
-    table = NeighborTable.from_edges(edges, data.num_nodes, data.weights, layout=layout, self_loops=loops)
+    given = from_edge_index(edges, data.num_nodes, weights=data.weights, features=data.edge_attr)
+    given = with_self_loops(given) if loops else given
+    table = make_table(given, layout)
     order = np.arange(data.num_nodes) if table.order is None else np.asarray(table.order)
-    return WholeGraph(table, device_features(data, order), jnp.asarray(data.labels[order]), jnp.asarray(parts[order].T))
+    x = device_features(data, order)
+    edge_attr = None if given.features is None else jnp.asarray(given.features)
+    return WholeGraph(table, x, jnp.asarray(data.labels[order]), jnp.asarray(parts[order].T), edge_attr=edge_attr)
 
 
 def device_features(data: NodeData, order: Int[np.ndarray, " N"]) -> Any:
@@ -114,11 +122,15 @@ def full_graph_task(
     graph = whole_graph(config, data, layout, mesh)
     replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
+    def graph_scores(params: Any, statistics: Any, graph: WholeGraph, **options: Any) -> tuple[Array, Any]:
+        edge_attr = graph.edge_attr
+        return gnn.apply(config, params, graph.table, graph.x, statistics, edge_attr=edge_attr, rows=graph.rows, **options)
+
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=replicated)
     def step(weights: Weights, opt_state: Any, graph: WholeGraph, keys: Array) -> tuple[Weights, Any, Metrics]:
         def one_run(weights: Weights, opt_state: Any, key: Array) -> tuple[Weights, Any, Metrics]:
             def scores(params: Any, statistics: Any) -> tuple[Array, Any]:
-                return gnn.apply(config, params, graph.table, graph.x, statistics, train=True, key=key, rows=graph.rows)
+                return graph_scores(params, statistics, graph, train=True, key=key)
 
             return descend_rows(weights, opt_state, optimizer, scores, graph.labels, graph.parts[0])[:3]
 
@@ -127,7 +139,7 @@ def full_graph_task(
     @jax.jit
     def measure(weights: Weights, graph: WholeGraph) -> Metrics:
         def one_run(params: Any, statistics: Any) -> Metrics:
-            scores, _ = gnn.apply(config, params, graph.table, graph.x, statistics, rows=graph.rows)
+            scores, _ = graph_scores(params, statistics, graph)
             return {part: accuracy(scores, graph.labels, graph.parts[n]) for n, part in enumerate(PARTS)}
 
         return over_runs(one_run)(*weights)
@@ -149,14 +161,16 @@ class NodeBatch:
     """Stacked samples of all runs, with features and labels.
 
     Attributes:
-        sample: sampled neighbourhoods; `nodes` is empty, since only the host reads it.
+        sample: sampled neighbourhoods; `nodes` and `edges` are empty, since only the host reads them.
         x: features of the input rows, `[runs, M, F]`.
         labels: labels of the roots, `[runs, B]`; -1 in padding.
+        edge_attr: features of each layer's edges, `[runs, N * fan_out, D]`; None without.
     """
 
     sample: Sample
     x: Any
     labels: Any
+    edge_attr: Any = None
 
 
 def count_right(scores: Float[Array, "B C"], labels: Int[Array, " B"]) -> Int[Array, ""]:
@@ -169,12 +183,20 @@ class NodeBatches:
     """Mini-batches of nodes with sampled neighbourhoods, for several runs at once.
 
     The features stay on the host, which sends the rows of each sample to the device.
+
+    Attributes:
+        data: the graph.
+        sampler: sampler of its neighbourhoods.
+        seeds: seed of each run.
+        size: nodes per batch.
+        edge_attr: features of the sampler's edges; None without.
     """
 
     data: NodeData
     sampler: NeighbourSampler
     seeds: Int[np.ndarray, " runs"]
     size: int
+    edge_attr: Float[np.ndarray, "E D"] | None = None
 
     def batch(self, roots: Int[np.ndarray, "runs R"], draw: tuple[int, ...]) -> NodeBatch:
         """Samples the neighbourhoods of the roots for all runs; `draw` and the seed determine the random numbers."""
@@ -182,8 +204,13 @@ class NodeBatches:
         labels = np.full((len(roots), self.size), -1, np.int32)
         labels[:, : roots.shape[1]] = self.data.labels[roots]
         x = np.stack([self.data.rows(sample.nodes) for sample in samples])
-        sample: Sample = jax.tree.map(lambda *each: jnp.stack(each), *[replace(s, nodes=s.nodes[:0]) for s in samples])
-        return NodeBatch(sample, jnp.asarray(x), jnp.asarray(labels))
+        on_device = [replace(sample, nodes=sample.nodes[:0], edges=()) for sample in samples]
+        sample: Sample = jax.tree.map(lambda *each: jnp.stack(each), *on_device)
+        edge_attr = None
+        if (features := self.edge_attr) is not None:
+            by_layer = zip(*(sample.edges for sample in samples), strict=True)
+            edge_attr = [jnp.stack([jnp.asarray(features[ids]) for ids in each]) for each in by_layer]
+        return NodeBatch(sample, jnp.asarray(x), jnp.asarray(labels), edge_attr)
 
     def covering(self, ids: Int[np.ndarray, "runs ids"], draw: tuple[int, ...], first: int = 0) -> Iterator[NodeBatch]:
         """Yields batches that cover the nodes, from batch `first` on."""
@@ -199,10 +226,14 @@ class NodeBatches:
 
 
 def make_sampler(config: Config, data: NodeData, fan_outs: Sequence[int], batch_size: int) -> NeighbourSampler:
-    """Builds the neighbourhood sampler of a graph; GCN and GAT add self-loops themselves, so the graph's are dropped."""
-    has_self_loops = isinstance(config, GCNConfig | GATConfig)
-    edges = data.edge_index[:, data.edge_index[0] != data.edge_index[1]] if has_self_loops else data.edge_index
-    return NeighbourSampler(edges, data.num_nodes, fan_outs, batch_size, self_loops=isinstance(config, GATConfig))
+    """Builds the neighbourhood sampler of a graph's `sampled_edges`."""
+    edges = data.edge_index[:, sampled_edges(config, data)]
+    return NeighbourSampler(edges, data.num_nodes, fan_outs, batch_size, self_loops=config.self_loops == "table")
+
+
+def sampled_edges(config: Config, data: NodeData) -> Bool[np.ndarray, " E"]:
+    """Returns the mask of the edges to sample from: all but self-loops, if the model or the samples have their own."""
+    return (data.edge_index[0] != data.edge_index[1]) | (config.self_loops == "given")
 
 
 def sampled_task(config: Config, data: NodeData, options: GNNOptions, fan_outs: Sequence[int], runs: int = 1) -> Task:
@@ -219,12 +250,15 @@ def sampled_task(config: Config, data: NodeData, options: GNNOptions, fan_outs: 
             f"expected batches of at most {MOST_NUMBERS:,} features, found {numbers:,}: {runs} x {sampler.rows:,} rows of "
             f"{data.num_features:,}, by fan-outs {list(sampler.fan_outs)} and a batch size of {sampler.batch_size}"
         )
-    batches = NodeBatches(data, sampler, seeds, options.batch_size)
+    edge_attr = None if data.edge_attr is None else data.edge_attr[sampled_edges(config, data)]
+    batches = NodeBatches(data, sampler, seeds, options.batch_size, edge_attr)
     per_epoch = -(-len(data.train) // options.batch_size)
     optimizer = make_optimizer(config, options, per_epoch)
 
     def batch_scores(weights: Weights, batch: NodeBatch, **options: Any) -> tuple[Array, Any]:
-        return gnn.apply(config, weights[0], batch.sample.layers, batch.x, weights[1], rows=batch.sample.rows, **options)
+        sample = batch.sample
+        given = {"edge_attr": batch.edge_attr, "rows": sample.rows, **options}
+        return gnn.apply(config, weights[0], sample.layers, batch.x, weights[1], **given)
 
     def step(weights: Weights, opt_state: Any, batch: NodeBatch, key: Array) -> tuple[Weights, Any, Metrics]:
         def scores(params: Any, statistics: Any) -> tuple[Array, Any]:

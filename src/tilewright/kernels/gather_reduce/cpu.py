@@ -15,6 +15,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from tilewright.kernels.gather_reduce.reference import Reduce
+from tilewright.kernels.gather_reduce.reference import refuses_message_reduce as refuses_message_reduce
 
 REDUCES: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3}
 """Codes of the reductions in `cpu.cc`."""

@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
 from tilewright.kernels.gather_reduce.reference import Reduce
+from tilewright.kernels.gather_reduce.reference import refuses_message_reduce as refuses_message_reduce
 
 LANES = 128
 SUBLANES = 8

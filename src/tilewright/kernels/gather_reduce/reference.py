@@ -3,7 +3,7 @@
 Legend: M nodes to gather from, R rows (nodes to reduce for), K slots of a row, E edges, F features, H heads.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,21 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 Reduce = Literal["sum", "mean", "max", "min"]
+
+
+def refuses_message_reduce(function: bool, weighted: bool, reduce: str) -> str:
+    """Returns the reason why the kernels do not reduce messages of a form; empty if they do.
+
+    Args:
+        function: True if a function computes the messages, other than the features of the sources times a weight.
+        weighted: True if these have weights.
+        reduce: the reduction.
+    """
+    if function:
+        return "a function computes the messages, which are stored"
+    if reduce not in get_args(Reduce):
+        return f"none computes {reduce}"
+    return "weights with a gradient per head are summed only" if weighted and reduce != "sum" else ""
 
 
 def weighted(messages: Float[Array, "... F"], weights: Float[Array, "..."] | None) -> Float[Array, "... F"]:
