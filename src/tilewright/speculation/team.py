@@ -6,7 +6,6 @@ drafter runs again. A drafter that is off therefore costs next to nothing.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, cast
 
 import jax
@@ -72,7 +71,7 @@ class Team:
         if self.trees and self.masked:
             raise ValueError("expected no trees, since all rounds have the width of the widest block, found some")
 
-    @cached_property
+    @property
     def choices(self) -> tuple[Choice, ...]:
         """All choices of a round, plain decoding first."""
         drafted = (Choice(member.name, width) for member in self.members for width in self.widths_of(member))
