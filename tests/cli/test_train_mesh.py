@@ -101,7 +101,7 @@ def test_a_run_goes_on_over_another_mesh_and_gives_what_one_device_gives(
             ["--mesh", "fsdp=4", "--sharding", "scatter_delay=1,2,3"],
             "expected scatter_delay as one number of layers, or two for attention and MLP, found 3",
         ),
-        (["--mesh", "fsdp=4", "--sharding", "accumulate=3"], "that fsdp=4 × 3 parts divide, found 8"),
+        (["--mesh", "fsdp=4", "--accumulate", 3], "that fsdp=4 × 3 parts divide, found 8"),
         (["--sharding", "rings=true"], "expected --mesh with --sharding, found none"),
     ],
 )
@@ -132,10 +132,10 @@ def test_a_published_model_goes_on_and_is_saved_as_it_came(tmp_path: Path, name:
     devices = MeshOptions(mesh=axes, sharding=ShardingSettings(remat=False))
     options = TextOptions(steps=1, batch_size=8, sequence_length=8, learning_rate=1e-12)
     initial: Any = InitialModel.load(str(tmp_path / "start"), None, ModelSizes(), devices, silent())
-    setup: Any = devices.setup(initial.config, options)
-    assert jax.tree.map(lambda leaf: leaf.sharding, initial.params) == setup.shardings
+    placement = devices.placement(initial.config, options)
+    assert jax.tree.map(lambda leaf: leaf.sharding, initial.params) == placement.shardings(decoder.declare(initial.config))
     text = TokenStream(np.random.default_rng(0).integers(0, 96, 400).astype(np.int32), np.ones(400, bool))
-    result = train_lm(initial.config, text, text, options, tmp_path / "training", silent(), initial.params, setup=setup)
+    result = train_lm(initial.config, text, text, options, tmp_path / "training", silent(), initial.params, placement=placement)
     assert any(leaf.is_deleted() for leaf in jax.tree.leaves(initial.params)), "their memory went into the step"
     config = initial.config
     save_params(tmp_path / "out", decoder.config_to_hf(config), decoder.declare(config), result.params, jnp.float32)

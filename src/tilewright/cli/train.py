@@ -30,6 +30,7 @@ from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.parallel.exchanges import FullyShardedPlan, Sublayers
 from tilewright.parallel.mesh import is_first_process
+from tilewright.train.balance import balanced
 from tilewright.train.checkpoint import saved_steps
 from tilewright.train.data import (
     Document,
@@ -45,7 +46,7 @@ from tilewright.train.data import (
 from tilewright.train.grow import grow
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import TrainResult
-from tilewright.train.sharded import ShardedSetup, model_shardings, training_mesh
+from tilewright.train.step import ONE_DEVICE, TrainingPlacement, model_shardings, training_mesh
 from tilewright.train.text import TextOptions, require_texts, text_metrics
 
 TEXT = Group("Text", sort_key=3)
@@ -88,8 +89,12 @@ class LoopOptions:
         held_out: share of the documents that is held out for evaluation; a share of less than one document holds out windows.
         evaluate_every: steps between evaluations of the held-out loss.
         save_every: steps between checkpoints.
+        accumulate: parts of a batch that run one after another, which takes less memory; the result is that of the batch at
+            once.
         matmul_dtype: dtype of matrix products. auto takes bfloat16 with float32 sums if the chip has instructions for it,
             else float32. Weights are float32.
+        compute_dtype: dtype of activations, and of weights as forward and backward passes read them. bfloat16 halves the memory
+            traffic of accelerators; stored weights, optimizer state and sums of gradients over devices stay float32.
     """
 
     steps: Annotated[int, Parameter(alias="-n", group=COMMON)] = 1000
@@ -103,7 +108,9 @@ class LoopOptions:
     held_out: Annotated[float, Parameter(group=TEXT)] = 0.02
     evaluate_every: int = 100
     save_every: int = 100
+    accumulate: Annotated[int, Parameter(group=PERFORMANCE)] = 1
     matmul_dtype: Annotated[Literal["auto", "float32", "bfloat16"], Parameter(group=PERFORMANCE)] = "auto"
+    compute_dtype: Annotated[Literal["float32", "bfloat16"], Parameter(group=PERFORMANCE)] = "float32"
 
     def options(self) -> TextOptions:
         """Builds the options of the training loop. Raises a `ValueError` for an option out of its range."""
@@ -270,7 +277,8 @@ class ShardingSettings:
         remat: gather weights and compute activations again in the backward pass. [default: true]
         scan_layers: run the layers in a loop, which compiles faster. [default: false]
         rings: decompose collectives of weights and activations into hops between neighbours. [default: false]
-        accumulate: number of parts of a batch, which run one after another. [default: 1]
+        strategy: explicit places the collectives as the other settings say; auto leaves them to XLA's partitioner, for
+            comparison. [default: explicit]
     """
 
     prefetch_distance: tuple[int, ...] = (1,)
@@ -278,7 +286,7 @@ class ShardingSettings:
     remat: bool = True
     scan_layers: bool = False
     rings: bool = False
-    accumulate: int = 1
+    strategy: Literal["explicit", "auto"] = "explicit"
 
 
 @Parameter(group=PERFORMANCE)
@@ -289,15 +297,12 @@ class MeshOptions:
     Attributes:
         mesh: devices along "fsdp", which shards batches and weights, and "tp", which shards layers, such as fsdp=4,tp=2; by
             default one device. A run can resume on another mesh.
-        compute_dtype: dtype of activations, matrix products and gathered weights, with --mesh. Stored weights and sums of
-            gradients are float32.
     """
 
     mesh: Annotated[str | None, Parameter(group=COMMON)] = None
     sharding: Annotated[ShardingSettings, settings(ShardingSettings, "communication and memory, with --mesh")] = (
         ShardingSettings()
     )
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def build_mesh(self, config: DecoderConfig) -> Mesh | None:
         """Builds the mesh for a model; None for one device.
@@ -311,8 +316,8 @@ class MeshOptions:
             raise ValueError(f"expected --mesh for {jax.process_count()} processes, found none")
         return None
 
-    def setup(self, config: DecoderConfig, options: TextOptions) -> ShardedSetup | None:
-        """Plans the training of a model on the mesh; None for one device.
+    def placement(self, config: DecoderConfig, options: TextOptions) -> TrainingPlacement:
+        """Plans the training of a model on the mesh, or on one device.
 
         Raises:
             ValueError: an option does not fit the devices, the model or the batch, or needs a mesh.
@@ -321,10 +326,12 @@ class MeshOptions:
         if mesh is None:
             if without := changed_options(self):
                 raise ValueError(f"expected --mesh with {', '.join(without)}, found none")
-            return None
+            return ONE_DEVICE
         import orbax.checkpoint  # noqa: F401 (reports a missing extra before the training, not at the first checkpoint)
 
         sharding = self.sharding
+        if sharding.strategy == "auto" and sharding != ShardingSettings(strategy="auto"):
+            raise ValueError("expected --sharding strategy=auto without settings of the explicit strategy, found others")
         form = "ring" if sharding.rings else "whole"
         plan = FullyShardedPlan(
             parse_sublayers("prefetch_distance", sharding.prefetch_distance),
@@ -334,11 +341,12 @@ class MeshOptions:
             weights=form,
             gradients=form,
             activations=form,
-            dtype=self.compute_dtype,
+            dtype=options.compute_dtype,
         )
-        setup = ShardedSetup(config, options.ops, mesh, plan, sharding.accumulate)
-        setup.check_batch((options.batch_size, options.sequence_length + 1))
-        return setup
+        plan.check(config.num_layers, balanced(config) is not None)
+        placement = TrainingPlacement(mesh, plan if sharding.strategy == "explicit" else None)
+        placement.check_batch(options.batch_size, options.sequence_length, options.accumulate)
+        return placement
 
     def metrics(self) -> dict[str, object]:
         """Number of devices and mesh for `--json`; empty for one device."""
@@ -436,9 +444,9 @@ def lm(
     encode = partial(encode_documents, bpe, end=end, template=template, other_ends=config.eos_token_ids)
     streams = encode_split(encode, documents, parts, options.sequence_length + 1, loop, console)
     require_texts(streams[0], streams[1], options.sequence_length + 1, options)
-    setup = devices.setup(config, options)
+    placement = devices.placement(config, options)
     save_tokenizer(out, bpe)
-    result = train_lm(config, *streams, options, out / "training", console, initial.params, run_fingerprint, setup)
+    result = train_lm(config, *streams, options, out / "training", console, initial.params, run_fingerprint, placement)
     save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, DTYPES[dtype])
     copy_tokenizer_files(initial.folder, out)
     report(result, out, console, json_file, training_tokens=len(streams[0].tokens), **devices.metrics())

@@ -1,29 +1,24 @@
-"""Training on text: options, optimizers, and the task of language models and drafters."""
+"""Training on text: options, optimizers and batches of language models and drafters."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
 from jaxtyping import Int
 
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import PLAIN, training_operations
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenStream, require_windows
-from tilewright.train.loop import Metrics, Task, TrainOptions, TrainResult, gradient_step
+from tilewright.train.loop import TrainOptions, TrainResult
 from tilewright.train.muon import muon as make_muon
 
 Batch = tuple[np.ndarray, np.ndarray]
 """Tokens and loss mask, `[batch, length]` each."""
-
-Loss = Callable[[Any, Any, Any, Array], tuple[Array, Array]]
-"""`loss(params, frozen, batch, key) -> (mean loss in nats, weight)` of a batch on the device."""
 
 HELD_OUT_BATCHES = 32
 
@@ -53,6 +48,8 @@ class TextOptions(TrainOptions):
             instructions for it (see `kernels.select.training_operations`). Weights are float32.
         compute_dtype: dtype of the loss: "float32", or "bfloat16", which reads trained and frozen parameters in bfloat16 while
             the optimizer keeps float32 copies. It halves the memory traffic of accelerators.
+        accumulate: parts of a batch that run one after another, whose gradients are summed. The loss is that of the batch at
+            once; memory holds the activations of one part.
     """
 
     steps: int = 1000
@@ -70,7 +67,8 @@ class TextOptions(TrainOptions):
     evaluate_every: int = 200
     save_every: int = 200
     matmul_dtype: str = "auto"
-    compute_dtype: str = "float32"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    accumulate: int = 1
 
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = (
         *TrainOptions.ABOVE_ZERO,
@@ -79,8 +77,9 @@ class TextOptions(TrainOptions):
         "muon_learning_rate",
         "clip",
         "evaluate_every",
+        "accumulate",
     )
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("save_every", "evaluate_every")
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("save_every", "evaluate_every", "accumulate")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,20 +110,6 @@ class TextOptions(TrainOptions):
     def ops(self) -> Operations:
         """Operations of the loss; XLA's own for arrays in bfloat16."""
         return PLAIN if self.compute_dtype == "bfloat16" else training_operations(self.matmul_dtype)
-
-
-def cast_loss(options: TextOptions, loss: Loss) -> Loss:
-    """Wraps a loss to read floating-point parameters in `options.compute_dtype`; gradients have the parameters' dtype."""
-    if options.compute_dtype == "float32":
-        return loss
-
-    def rounded(leaf: Array) -> Array:
-        return leaf.astype(options.compute_dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
-    def computed(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        return loss(jax.tree.map(rounded, params), jax.tree.map(rounded, frozen), batch, key)
-
-    return computed
 
 
 def rate(options: TextOptions, peak: float) -> optax.Schedule:
@@ -246,64 +231,6 @@ class Windows:
         """Returns the fingerprint of the run, which a checkpoint must match."""
         text = fingerprint((self.stream.tokens, self.stream.in_loss))
         return {**self.options.run_fingerprint(), "training_tokens": len(self.stream.tokens), "text": text}
-
-
-def text_task(
-    title: str,
-    loss: Loss,
-    init: Callable[[], Any],
-    is_hidden_matrix: Callable[[Any], Any],
-    windows: Batches,
-    run_fingerprint: dict[str, Any],
-    frozen: Any = None,
-    place: Callable[[Any], Any] = lambda batch: batch,
-    flops: float = 0.0,
-    measured: Loss | None = None,
-) -> Task:
-    """Builds the task of training on windows of a text.
-
-    Args:
-        title: title of the progress bar.
-        loss: the loss.
-        init: returns the initial parameters, which are copied, since training donates its arrays.
-        is_hidden_matrix: see `make_optimizer`.
-        windows: batches.
-        run_fingerprint: settings that a checkpoint must match, besides the options and the text.
-        frozen: arrays that the loss reads and training does not change.
-        place: moves a batch to the devices for evaluation; by default the batch is unchanged.
-        flops: floating-point operations per token.
-        measured: loss for held-out text; by default `loss`.
-    """
-    options = windows.options
-    held_out = list(map(place, windows.held_out_batches()))
-    optimizer = make_optimizer(options, is_hidden_matrix, options.ops)
-    loss = cast_loss(options, loss)
-
-    measure = jax.jit(measured or loss)
-    tokens = windows.tokens_per_step
-
-    def evaluate(params: Any, step: int) -> Metrics:
-        parts = [measure(params, frozen, batch, jax.random.key(n)) for n, batch in enumerate(held_out)]
-        return {"held_out_loss": sum(loss * n for loss, n in parts) / sum(n for _, n in parts)}
-
-    def start() -> tuple[Any, Any]:
-        params = jax.tree.map(jnp.copy, init())
-        return params, optimizer.init(params)
-
-    return Task(
-        title,
-        {**windows.run_fingerprint(), **run_fingerprint},
-        init=start,
-        step=gradient_step(loss, optimizer, frozen),
-        batches=windows.batches,
-        evaluate=evaluate,
-        steps=options.steps,
-        evaluate_every=options.evaluate_every,
-        save_every=options.save_every,
-        seed=options.seed,
-        progress=("tokens", tokens),
-        flops=flops * tokens,
-    )
 
 
 def text_metrics(result: TrainResult) -> dict[str, Any]:
