@@ -17,7 +17,7 @@ from cli.conftest import Run as Command
 from cli.conftest import interrupt_at
 from parallel.commands import run_together, started
 from tilewright.cli import train_drafter as cli_drafter
-from tilewright.cli.train import InitialModel, MeshOptions, ModelSizes, ShardingSettings
+from tilewright.cli.train import InitialModel, MeshOptions, ModelSizes
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder, save_params
@@ -75,7 +75,7 @@ def test_a_run_goes_on_over_another_mesh_and_gives_what_one_device_gives(
     with monkeypatch.context() as patched:
         interrupt_at(2, patched)
         assert run(*command, "--mesh", "fsdp=4,tp=2").status != 0
-    ran = run(*command, "--mesh", "fsdp=8", "--sharding", "prefetch_distance=0,2,remat=false")
+    ran = run(*command, "--mesh", "fsdp=8", "--sharding", "prefetch_distance=0,2", "--remat", "everything_saveable")
     assert ran.status == 0, ran.err
     assert "resuming language model at step 2 of 3" in ran.out
     np.testing.assert_allclose(curve(tmp_path / "mesh.json"), curve(tmp_path / "alone.json"), rtol=1e-4)
@@ -103,6 +103,8 @@ def test_a_run_goes_on_over_another_mesh_and_gives_what_one_device_gives(
         ),
         (["--mesh", "fsdp=4", "--accumulate", 3], "that fsdp=4 × 3 parts divide, found 8"),
         (["--sharding", "rings=true"], "expected --mesh with --sharding, found none"),
+        (["--mesh", "fsdp=4", "--remat", "dots_saveable"], "with explicit collectives, found dots_saveable"),
+        (["--mesh", "fsdp=4", "--sharding", "rings=true,strategy=auto"], "without settings of the explicit strategy"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(
@@ -129,7 +131,7 @@ def test_a_published_model_goes_on_and_is_saved_as_it_came(tmp_path: Path, name:
     """
     copytree(GOLDEN / name, tmp_path / "start")
     train_tokenizer([Document("one two")], 258).save(str(tmp_path / "start" / "tokenizer.json"))
-    devices = MeshOptions(mesh=axes, sharding=ShardingSettings(remat=False))
+    devices = MeshOptions(mesh=axes, remat="everything_saveable")
     options = TextOptions(steps=1, batch_size=8, sequence_length=8, learning_rate=1e-12)
     initial: Any = InitialModel.load(str(tmp_path / "start"), None, ModelSizes(), devices, silent())
     placement = devices.placement(initial.config, options)

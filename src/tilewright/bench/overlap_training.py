@@ -46,7 +46,7 @@ from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
 from tilewright.train.balance import balanced
 from tilewright.train.lm import language_model
 from tilewright.train.sharded import prediction_loss
-from tilewright.train.step import TrainingPlacement, cast_loss, compiled_step, state_shardings, training_mesh
+from tilewright.train.step import NOTHING, TrainingPlacement, cast_loss, compiled_step, state_shardings, training_mesh
 from tilewright.train.text import TextOptions
 
 FORWARD = "forward"
@@ -258,7 +258,7 @@ def compile_program(case: TrainingCase, name: str, plan: FullyShardedPlan) -> Tr
     peer = name == ANNOTATED
     placement = case.placement(plan)
     if peer:
-        placement = replace(placement, plan=None)
+        placement = replace(placement, plan=None, remat=NOTHING)
     model = language_model(case.compiled_config)
     loss = prediction_loss(model, PLAIN, placement)
     if peer:

@@ -19,7 +19,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.cli.common import check_decodes, given, keep_programs, mesh_axes
-from tilewright.cli.options import COMMON, MODEL, changed_options, option_class, settings
+from tilewright.cli.options import COMMON, MODEL, option_class, settings
 from tilewright.cli.outputs import JsonFile, check_output_folder, human_console, progress_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.models import decoder, hub
@@ -46,7 +46,7 @@ from tilewright.train.data import (
 from tilewright.train.grow import grow
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import TrainResult
-from tilewright.train.step import ONE_DEVICE, TrainingPlacement, model_shardings, training_mesh
+from tilewright.train.step import EVERYTHING, NOTHING, Remat, TrainingPlacement, model_shardings, training_mesh
 from tilewright.train.text import TextOptions, require_texts, text_metrics
 
 TEXT = Group("Text", sort_key=3)
@@ -67,12 +67,20 @@ class OptimizerSettings:
         schedule: learning rate after the warm-up; cosine decays to a twentieth of the peak, wsd stays constant and decays
             linearly to 0 at the end. [default: cosine]
         cooldown: share of the steps over which wsd decays; 0 if another run continues from the model. [default: 0.2]
+        warmup: share of the steps over which the learning rate rises. [default: 0.04]
+        weight_decay: decoupled weight decay of matrices, without norms and embeddings. [default: 0.01]
+        clip: largest global norm of a gradient. [default: 1]
+        state_dtype: dtype of the moving averages; bfloat16 halves their memory. [default: float32]
     """
 
     kind: Literal["adamw", "muon"] = "adamw"
     muon_learning_rate: float = 0.02
     schedule: Literal["cosine", "wsd"] = "cosine"
     cooldown: float = 0.2
+    warmup: float = 0.04
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @Parameter(group=TRAINING)
@@ -81,7 +89,7 @@ class LoopOptions:
     """Options of the training loop.
 
     Attributes:
-        steps: number of optimizer steps.
+        steps: number of optimizer steps. An interrupted or finished run can be extended by more.
         batch_size: sequences per step.
         sequence_length: tokens per sequence.
         learning_rate: peak learning rate of AdamW.
@@ -274,7 +282,6 @@ class ShardingSettings:
         prefetch_distance: layers between the all-gather of weights and their use; two values are for attention and MLP.
             [default: 1]
         scatter_delay: layers between a gradient and its reduce-scatter; two values are for attention and MLP. [default: 1]
-        remat: gather weights and compute activations again in the backward pass. [default: true]
         scan_layers: run the layers in a loop, which compiles faster. [default: false]
         rings: decompose collectives of weights and activations into hops between neighbours. [default: false]
         strategy: explicit places the collectives as the other settings say; auto leaves them to XLA's partitioner, for
@@ -283,7 +290,6 @@ class ShardingSettings:
 
     prefetch_distance: tuple[int, ...] = (1,)
     scatter_delay: tuple[int, ...] = (1,)
-    remat: bool = True
     scan_layers: bool = False
     rings: bool = False
     strategy: Literal["explicit", "auto"] = "explicit"
@@ -297,12 +303,16 @@ class MeshOptions:
     Attributes:
         mesh: devices along "fsdp", which shards batches and weights, and "tp", which shards layers, such as fsdp=4,tp=2; by
             default one device. A run can resume on another mesh.
+        remat: activations of a layer that are saved for the backward pass, by JAX's policies; others are computed again.
+            nothing_saveable also gathers weights again. By default everything_saveable, over a mesh nothing_saveable; explicit
+            collectives have these two.
     """
 
     mesh: Annotated[str | None, Parameter(group=COMMON)] = None
     sharding: Annotated[ShardingSettings, settings(ShardingSettings, "communication and memory, with --mesh")] = (
         ShardingSettings()
     )
+    remat: Remat | None = None
 
     def build_mesh(self, config: DecoderConfig) -> Mesh | None:
         """Builds the mesh for a model; None for one device.
@@ -324,19 +334,22 @@ class MeshOptions:
         """
         mesh = self.build_mesh(config)
         if mesh is None:
-            if without := changed_options(self):
-                raise ValueError(f"expected --mesh with {', '.join(without)}, found none")
-            return ONE_DEVICE
+            if self.sharding != ShardingSettings():
+                raise ValueError("expected --mesh with --sharding, found none")
+            return TrainingPlacement(remat=self.remat or EVERYTHING)
         import orbax.checkpoint  # noqa: F401 (reports a missing extra before the training, not at the first checkpoint)
 
         sharding = self.sharding
         if sharding.strategy == "auto" and sharding != ShardingSettings(strategy="auto"):
             raise ValueError("expected --sharding strategy=auto without settings of the explicit strategy, found others")
+        remat = self.remat or NOTHING
+        if sharding.strategy == "explicit" and remat not in (EVERYTHING, NOTHING):
+            raise ValueError(f"expected --remat {EVERYTHING} or {NOTHING} with explicit collectives, found {remat}")
         form = "ring" if sharding.rings else "whole"
         plan = FullyShardedPlan(
             parse_sublayers("prefetch_distance", sharding.prefetch_distance),
             parse_sublayers("scatter_delay", sharding.scatter_delay),
-            remat=sharding.remat,
+            remat=remat == NOTHING,
             scan=sharding.scan_layers,
             weights=form,
             gradients=form,
@@ -344,7 +357,7 @@ class MeshOptions:
             dtype=options.compute_dtype,
         )
         plan.check(config.num_layers, balanced(config) is not None)
-        placement = TrainingPlacement(mesh, plan if sharding.strategy == "explicit" else None)
+        placement = TrainingPlacement(mesh, plan if sharding.strategy == "explicit" else None, remat)
         placement.check_batch(options.batch_size, options.sequence_length, options.accumulate)
         return placement
 

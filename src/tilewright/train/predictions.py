@@ -1,6 +1,6 @@
 """Models that learn to predict tokens: language models and diffusion models, whose losses differ in what they predict.
 
-Legend: B sequences of a batch, T positions.
+Legend: B sequences of a batch, T positions, H hidden size.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from tilewright.kernels.operations import Operations
 from tilewright.models import decoder, diffusion
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
+from tilewright.models.stack import SINGLE_DEVICE, Strategy
 from tilewright.train.balance import Loads
 
 
@@ -88,16 +89,21 @@ class Predictor:
             return replace(self, config=replace(self.config, decoder=sizes))
         return replace(self, config=sizes)
 
-    def loss(self, ops: Operations, params: DecoderParams, predicted: Predicted) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    def hidden(self, ops: Operations, params: DecoderParams, predicted: Predicted, schedule: Strategy) -> Float[Array, "B T H"]:
+        """Computes the states that predict each position."""
+        states = (predicted.inputs, predicted.places, self.attend, predicted.attn_metadata)
+        hidden = decoder.forward(self.sizes, ops, params, *states, schedule=schedule).hidden
+        return hidden if self.predicting is None else self.predicting(hidden)
+
+    def loss(
+        self, ops: Operations, params: DecoderParams, predicted: Predicted, schedule: Strategy = SINGLE_DEVICE
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Computes the weighted cross-entropy in nats over the sum of the counts, and this sum, on one device.
 
         For a mixture of experts the loss includes the weighted balancing loss over all positions.
         """
         loads = Loads(self.sizes, ops)
-        states = (predicted.inputs, predicted.places, self.attend, predicted.attn_metadata)
-        hidden = decoder.forward(self.sizes, loads.ops, params, *states).hidden
-        if self.predicting is not None:
-            hidden = self.predicting(hidden)
+        hidden = self.hidden(loads.ops, params, predicted, schedule)
         total = jnp.sum(predicted.counts)
         loss = decoder.cross_entropy(self.sizes, ops, params, hidden, predicted.labels, predicted.weights)
         return loss / jnp.maximum(total, 1.0) + loads.loss(), total

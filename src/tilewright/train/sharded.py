@@ -3,7 +3,7 @@
 Weights, gradients and optimizer state are sharded by the model's declared axes. There are two strategies. With a plan,
 `parallel/fully_sharded.py` schedules the collectives of each layer's weights and gradients, forwards and backwards, so that the
 loss has a gradient of its own. Without a plan, sharding constraints place the residual stream, and XLA's partitioner inserts
-the collectives (GSPMD): the baseline for comparisons, whose backward pass recomputes each layer from its input.
+the collectives (GSPMD): the baseline for comparisons.
 
 Legend: B sequences of a batch, T positions, R tokens of a group of "fsdp" (its sequences times T), M tokens per device, H
 hidden size.
@@ -31,7 +31,7 @@ from tilewright.parallel.fully_sharded import run_layers
 from tilewright.parallel.sharding import GROUPED_AXES
 from tilewright.train.balance import balanced, local_share, watching
 from tilewright.train.predictions import Predicted, Predictor
-from tilewright.train.step import DATA, Loss, TrainingPlacement
+from tilewright.train.step import DATA, EVERYTHING, Loss, TrainingPlacement
 
 
 def prediction_loss(model: Predictor, ops: Operations, placement: TrainingPlacement) -> Loss:
@@ -41,11 +41,19 @@ def prediction_loss(model: Predictor, ops: Operations, placement: TrainingPlacem
         ValueError: the mesh does not divide an array of the model, or the plan cannot run its layers; when called, the mesh
             does not divide the batch.
     """
-    if placement.mesh is None:
+    if placement.plan is not None:
+        return explicit_loss(model, ops, placement, placement.plan)
+    if placement.mesh is None and placement.remat == EVERYTHING:
         return lambda params, frozen, predicted: model.loss(ops, params, predicted)
-    if placement.plan is None:
-        return partial(partitioned_loss, model, ops, placement.mesh)
-    return explicit_loss(model, ops, placement, placement.plan)
+    if balanced(model.sizes) is not None:
+        raise ValueError(
+            "expected one device that saves all activations, or explicit collectives, where experts have a balance loss; found "
+            f"{placement.remat if placement.mesh is None else 'the auto strategy'}"
+        )
+    layers = CheckpointedLayers(placement.remat, placement.mesh)
+    if placement.mesh is None:
+        return lambda params, frozen, predicted: model.loss(ops, params, predicted, layers)
+    return partial(partitioned_loss, model, ops, layers)
 
 
 def explicit_loss(model: Predictor, ops: Operations, placement: TrainingPlacement, plan: FullyShardedPlan) -> Loss:
@@ -169,44 +177,54 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 @dataclass(frozen=True)
-class Annotated(SingleDevice):
-    """Single-device schedule with a residual stream that is sharded along sequences and positions between sublayers."""
+class CheckpointedLayers(SingleDevice):
+    """Schedule of one device or of XLA's partitioner whose layers save some activations and compute the others again.
 
-    mesh: Mesh
+    Over a mesh the residual stream is sharded along sequences and positions between sublayers.
+
+    Attributes:
+        remat: see `TrainingPlacement`.
+        mesh: mesh; None for one device.
+    """
+
+    remat: str
+    mesh: Mesh | None
 
     def placed(self, x: Float[Array, "B T H"], positions: Any = GROUPED_AXES) -> Float[Array, "B T H"]:
+        if self.mesh is None:
+            return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(DATA, positions)))
 
     def run(
         self, stack: Any, x: Float[Array, "B T H"], rows: Any, caches: tuple[Any, ...], taps: tuple[int, ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
         """Runs the layers; see `models.stack.Strategy.run`. Returns no taps, and `caches` unchanged."""
+        policy = getattr(jax.checkpoint_policies, self.remat)
 
-        def run_layer(n: int, layer: Any, x: Array) -> Array:
+        def run_layer(n: int, layer: Any, x: Array, rows: Any) -> Array:
             ops = stack.ops
             with jax.named_scope(f"layer_{n}/attention"):
                 out, _ = stack.attend(ops, layer, stack.project(ops, layer, x), rows, None)
-                x = self.placed(x + stack.post_reduce(ops, layer, "attention", stack.output(ops, layer, out)))
+                x = self.placed(stack.output(ops, layer, out, x))
             with jax.named_scope(f"layer_{n}/mlp"):
-                return self.placed(x + stack.post_reduce(ops, layer, "mlp", stack.mlp(ops, layer, x)))
+                return self.placed(stack.mlp(ops, layer, x, x))
 
         x = self.placed(x)
         for n, layer in enumerate(stack.layers):
-            x = jax.checkpoint(partial(run_layer, n))(layer, x)
+            x = jax.checkpoint(partial(run_layer, n), policy=policy)(layer, x, rows)
         return x, (), caches
 
 
 def partitioned_loss(
-    model: Predictor, ops: Operations, mesh: Mesh, params: DecoderParams, frozen: Any, predicted: Predicted
+    model: Predictor, ops: Operations, layers: CheckpointedLayers, params: DecoderParams, frozen: Any, predicted: Predicted
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Computes the loss of predictions over a mesh whose collectives XLA's partitioner places; see `Predictor.loss`."""
+    """Computes the loss of predictions over a mesh whose collectives XLA's partitioner places; see `Predictor.loss`.
+
+    The logits are whole and sharded; the partitioner cannot shard a loss in blocks.
+    """
     config = model.sizes
-    schedule = Annotated(mesh)
-    states = (predicted.inputs, predicted.places, model.attend, predicted.attn_metadata)
-    hidden = decoder.forward(config, ops, params, *states, schedule=schedule).hidden
-    if model.predicting is not None:
-        hidden = model.predicting(hidden)
-    logits = decoder.logits(config, ops, params, schedule.placed(hidden, None))
+    hidden = model.hidden(ops, params, predicted, layers)
+    logits = decoder.logits(config, ops, params, layers.placed(hidden, None))
     is_label = predicted.labels[..., None] == jnp.arange(logits.shape[-1])
     losses = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
     total = jnp.sum(predicted.counts)

@@ -10,7 +10,7 @@ gradient of its own, and the optimizer computes on shards.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,11 @@ from tilewright.train.text import Batches, TextOptions, make_optimizer
 DATA = "fsdp"
 TENSOR = "tp"
 
+Remat = Literal["everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"]
+"""Name in `jax.checkpoint_policies`: what is saved for the backward pass; the rest is computed again."""
+EVERYTHING: Remat = "everything_saveable"
+NOTHING: Remat = "nothing_saveable"
+
 Loss = Callable[[Any, Any, Any], tuple[Array, Array]]
 """`loss(params, frozen, drawn) -> (mean loss in nats, weight)` of drawn rows."""
 
@@ -62,10 +67,17 @@ class TrainingPlacement:
         mesh: mesh of `data_mesh` or `training_mesh`; None for one device.
         plan: schedule of explicit collectives, for losses of `predictions.py` over a `training_mesh`; None leaves collectives
             to XLA's partitioner.
+        remat: which activations of a layer of `predictions.py` are saved for the backward pass. Those of
+            explicit collectives are the plan's.
     """
 
     mesh: Mesh | None = None
     plan: FullyShardedPlan | None = None
+    remat: Remat = EVERYTHING
+
+    def __post_init__(self) -> None:
+        if self.remat not in get_args(Remat):
+            raise ValueError(f"expected a policy among {', '.join(get_args(Remat))}, found {self.remat!r}")
 
     def shardings(self, specs: Any) -> Any:
         """Returns the shardings of declared arrays, None on one device. Raises a `ValueError` if the mesh does not fit."""

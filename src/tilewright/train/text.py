@@ -6,6 +6,7 @@ from itertools import chain, count, islice
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Int
@@ -41,6 +42,7 @@ class TextOptions(TrainOptions):
         cooldown: share of the steps over which "wsd" decays; 0 for a run that another one continues.
         weight_decay: decoupled weight decay of matrices.
         clip: largest global norm of a gradient.
+        state_dtype: dtype of the optimizer's stored moving averages: "float32", or "bfloat16", which halves their memory.
         seed: seed of the initial weights and of the order of the data.
         evaluate_every: steps between evaluations.
         save_every: steps between checkpoints.
@@ -63,6 +65,7 @@ class TextOptions(TrainOptions):
     cooldown: float = 0.2
     weight_decay: float = 0.01
     clip: float = 1.0
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
     evaluate_every: int = 200
     save_every: int = 200
@@ -86,8 +89,9 @@ class TextOptions(TrainOptions):
         if self.optimizer not in ("adamw", "muon"):
             raise ValueError(f"expected the optimizer adamw or muon, found {self.optimizer!r}")
         training_operations(self.matmul_dtype)  # raises for a dtype that cannot run
-        if self.compute_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"expected the compute dtype float32 or bfloat16, found {self.compute_dtype!r}")
+        for name in ("compute_dtype", "state_dtype"):
+            if (dtype := getattr(self, name)) not in ("float32", "bfloat16"):
+                raise ValueError(f"expected the {name.replace('_', ' ')} float32 or bfloat16, found {dtype!r}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"expected a warmup from 0 to below 1, found {self.warmup}")
         if self.schedule not in ("cosine", "wsd"):
@@ -100,9 +104,9 @@ class TextOptions(TrainOptions):
 
         With "wsd" the number of steps and the start of the decay may change.
         """
-        left_out = ("steps", "warmup", "cooldown") if self.schedule == "wsd" else ()
-        if self.compute_dtype == "float32":
-            left_out = (*left_out, "compute_dtype")  # absent in checkpoints of earlier versions
+        left_out: tuple[str, ...] = ("steps", "warmup", "cooldown") if self.schedule == "wsd" else ()
+        for name in ("compute_dtype", "state_dtype"):  # absent in checkpoints of earlier versions
+            left_out += (name,) if getattr(self, name) == "float32" else ()
         kept = {name: value for name, value in super().run_fingerprint().items() if name not in left_out}
         return {"products" if name == "matmul_dtype" else name: value for name, value in kept.items()}  # the key in checkpoints
 
@@ -127,7 +131,7 @@ def rate(options: TextOptions, peak: float) -> optax.Schedule:
 def make_optimizer(
     options: TextOptions, is_hidden_matrix: Callable[[Any], Any], ops: Operations | None = None
 ) -> optax.GradientTransformation:
-    """Builds AdamW or Muon with schedule and clipping.
+    """Builds AdamW or Muon with schedule, clipping and stored dtype.
 
     Args:
         options: options of the training loop.
@@ -137,7 +141,7 @@ def make_optimizer(
     adamw = optax.adamw(rate(options, options.learning_rate), b2=0.95, weight_decay=options.weight_decay, mask=is_hidden_matrix)
     clip = optax.clip_by_global_norm(options.clip)
     if options.optimizer == "adamw":
-        return optax.chain(clip, adamw)
+        return stored_in(options.state_dtype, optax.chain(clip, adamw))
     muon = make_muon(rate(options, options.muon_learning_rate), options.weight_decay, ops or PLAIN)
 
     def label(params: Any) -> Any:
@@ -146,7 +150,25 @@ def make_optimizer(
 
         return jax.tree.map(name, is_hidden_matrix(params), params)
 
-    return optax.chain(clip, optax.transforms.partition({"muon": muon, "adamw": adamw}, label))
+    return stored_in(options.state_dtype, optax.chain(clip, optax.transforms.partition({"muon": muon, "adamw": adamw}, label)))
+
+
+def stored_in(dtype: str, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns the optimizer with the arrays of its state stored in a dtype; its updates are computed in float32."""
+    if dtype == "float32":
+        return optimizer
+
+    def cast(state: Any, dtype: str) -> Any:
+        return jax.tree.map(lambda x: x.astype(dtype) if x.ndim and jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+
+    def init(params: Any) -> Any:
+        return cast(optimizer.init(params), dtype)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = optimizer.update(updates, cast(state, "float32"), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(init, update)
 
 
 @runtime_checkable
