@@ -18,7 +18,7 @@ COUNTS = {
     "plan": 19,
     "verify-exact": 14,
     "doctor": 3,
-    "train lm": 22,
+    "train lm": 23,
     "train drafter": 25,
     "train diffusion": 23,
     "train gnn": 19,

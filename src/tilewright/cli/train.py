@@ -422,6 +422,7 @@ def lm(
     devices: MeshOptions = MeshOptions(),
     dtype: Annotated[Dtype, Parameter(group=MODEL)] = "float32",
     router_aux_loss_coef: Annotated[float | None, Parameter(group=MODEL)] = None,
+    segments: Annotated[bool | None, Parameter(group=TEXT)] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Trains a language model: a new one of Qwen3's architecture, or an existing one.
@@ -434,6 +435,7 @@ def lm(
         start: existing model to train further, with a fresh optimizer: a folder, a Hugging Face id, or "demo".
         tokenizer: folder with a tokenizer.json. By default a byte-level BPE is trained on the data.
         dtype: dtype of the saved model. Training keeps float32 weights.
+        segments: documents of a sequence do not see each other. By default so, except for models with linear attention.
         router_aux_loss_coef: weight of the loss that balances the experts of a mixture, 0 for none; by default the model's.
     """
     console = human_console(json_file)
@@ -458,8 +460,9 @@ def lm(
     streams = encode_split(encode, documents, parts, options.sequence_length + 1, loop, console)
     require_texts(streams[0], streams[1], options.sequence_length + 1, options)
     placement = devices.placement(config, options)
+    apart = given(segments, config.delta is None)
     save_tokenizer(out, bpe)
-    result = train_lm(config, *streams, options, out / "training", console, initial.params, run_fingerprint, placement)
+    result = train_lm(config, *streams, options, out / "training", console, initial.params, run_fingerprint, placement, apart)
     save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, DTYPES[dtype])
     copy_tokenizer_files(initial.folder, out)
     report(result, out, console, json_file, training_tokens=len(streams[0].tokens), **devices.metrics())

@@ -338,10 +338,12 @@ class TokenStream:
     Attributes:
         tokens: token ids, int32 `[n]`.
         in_loss: mask of the tokens in the loss, bool `[n]`; False for prompts.
+        documents: number of each token's document, int32 `[n]`; None if it is not known.
     """
 
     tokens: np.ndarray
     in_loss: np.ndarray
+    documents: np.ndarray | None = None
 
     def windows(
         self, length: int, batch: int, seed: int, epoch: int, rows: Int[np.ndarray, " R"] | None = None
@@ -357,14 +359,20 @@ class TokenStream:
             epoch: number of the epoch.
             rows: rows of each batch to return; by default all.
         """
+        for index in self.places(length, batch, seed, epoch, rows):
+            yield self.tokens[index], self.in_loss[index]
+
+    def places(
+        self, length: int, batch: int, seed: int, epoch: int, rows: Int[np.ndarray, " R"] | None = None
+    ) -> Iterator[Int[np.ndarray, "B T"]]:
+        """Yields the places in the stream of the tokens of `windows`."""
         rng = np.random.default_rng((seed, epoch))
         spare = len(self.tokens) - length
         starts = np.arange(int(rng.integers(0, min(length, spare + 1))), spare + 1, length)
         starts = rng.permutation(starts)
         for first in range(0, len(starts) - batch + 1, batch):
             chosen = starts[first : first + batch]
-            index = (chosen if rows is None else chosen[rows])[:, None] + np.arange(length)
-            yield self.tokens[index], self.in_loss[index]
+            yield (chosen if rows is None else chosen[rows])[:, None] + np.arange(length)
 
     def starts_in_loss(self, length: int) -> np.ndarray:
         """Returns the starts of the consecutive windows that have a token in the loss after their first position."""
@@ -379,15 +387,21 @@ class TokenStream:
 
         Padding rows and padding at the ends of rows are not in the loss.
         """
+        for index in self.padded_places(length, batch, seed, rows):
+            inside = index < len(self.tokens)
+            index = np.minimum(index, len(self.tokens) - 1)
+            yield np.where(inside, self.tokens[index], 0), inside & self.in_loss[index]
+
+    def padded_places(
+        self, length: int, batch: int, seed: int, rows: Int[np.ndarray, " R"] | None = None
+    ) -> Iterator[Int[np.ndarray, "B T"]]:
+        """Yields the places in the stream of the tokens of `padded_windows`; padding lies behind the end."""
         starts = np.random.default_rng((seed, 0)).permutation(self.starts_in_loss(length))
         size = len(self.tokens)
         for first in range(0, len(starts), batch):
             chosen = np.full(batch, size)
             chosen[: len(starts) - first] = starts[first : first + batch]
-            index = (chosen if rows is None else chosen[rows])[:, None] + np.arange(length)
-            inside = index < size
-            index = np.minimum(index, size - 1)
-            yield np.where(inside, self.tokens[index], 0), inside & self.in_loss[index]
+            yield (chosen if rows is None else chosen[rows])[:, None] + np.arange(length)
 
     def steps_per_epoch(self, length: int, batch: int) -> int:
         """Returns the smallest number of batches per epoch; the offset of an epoch may allow one more window."""
@@ -539,7 +553,8 @@ def encode_documents(
     ]
     tokens = [token for ids, _ in sequences for token in ids]
     flags = [in_loss for _, in_losses in sequences for in_loss in in_losses]
-    return TokenStream(np.asarray(tokens, np.int32), np.asarray(flags, bool))
+    documents_of = np.repeat(np.arange(len(sequences), dtype=np.int32), [len(ids) for ids, _ in sequences])
+    return TokenStream(np.asarray(tokens, np.int32), np.asarray(flags, bool), documents_of)
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
@@ -622,7 +637,9 @@ def split_windows(stream: TokenStream, length: int, held_out: float, seed: int) 
     chosen = starts[choose_some(starts, held_out, seed, f"windows of {length} tokens in a text of {len(stream.tokens)}")]
     is_held_out = np.isin(windows, chosen // length)
     behind_gap = np.concatenate([[False], is_held_out[:-1]])
-    return (
-        TokenStream(stream.tokens[~is_held_out], (stream.in_loss & ~behind_gap)[~is_held_out]),
-        TokenStream(stream.tokens[is_held_out], stream.in_loss[is_held_out]),
-    )
+    numbers = stream.documents
+
+    def part(kept: np.ndarray, in_loss: np.ndarray) -> TokenStream:
+        return TokenStream(stream.tokens[kept], in_loss[kept], None if numbers is None else numbers[kept])
+
+    return part(~is_held_out, stream.in_loss & ~behind_gap), part(is_held_out, stream.in_loss)

@@ -26,10 +26,18 @@ from tilewright.train.step import ONE_DEVICE, Objective, TrainingPlacement, make
 from tilewright.train.text import Batches, TextOptions, Windows
 
 
-def next_tokens(tokens: Int[Array, "B T1"], in_loss: Bool[Array, "B T1"]) -> Predicted:
-    """Returns next-token predictions of the tokens in the loss."""
+def next_tokens(
+    tokens: Int[Array, "B T1"], in_loss: Bool[Array, "B T1"], segments: Int[Array, "B T1"] | None = None
+) -> Predicted:
+    """Returns next-token predictions of the tokens in the loss.
+
+    With the number of each token's segment, segments do not see each other, and their first tokens are not predicted.
+    """
     weights = in_loss[:, 1:].astype(jnp.float32)
-    return Predicted(tokens[:, :-1], tokens[:, 1:], weights, jnp.sum(weights, axis=1))
+    if segments is None:
+        return Predicted(tokens[:, :-1], tokens[:, 1:], weights, jnp.sum(weights, axis=1))
+    weights = jnp.where(segments[:, 1:] == segments[:, :-1], weights, 0.0)
+    return Predicted(tokens[:, :-1], tokens[:, 1:], weights, jnp.sum(weights, axis=1), segments[:, :-1])
 
 
 def language_model(config: DecoderConfig) -> Predictor:
@@ -116,8 +124,16 @@ def train_lm(
     start: DecoderParams | None = None,
     run_fingerprint: Mapping[str, Any] = MappingProxyType({}),
     placement: TrainingPlacement = ONE_DEVICE,
+    segments: bool = False,
 ) -> TrainResult:
-    """Trains a language model on the windows of a text; see `train_predictor` for the arguments."""
-    windows = Windows(stream, held_out, options.sequence_length + 1, options, placement.local_rows(options.batch_size))
+    """Trains a language model on the windows of a text; see `train_predictor` for the arguments.
+
+    With `segments`, documents of a window do not see each other; a `ValueError` for models with linear attention, whose states
+    continue over the ends of documents.
+    """
+    if segments and config.delta is not None:
+        raise ValueError("expected a model without linear attention for --segments, found one with it")
+    length = options.sequence_length + 1
+    windows = Windows(stream, held_out, length, options, placement.local_rows(options.batch_size), segments)
     model = language_model(config)
     return train_predictor("language model", model, windows, out, console, start, run_fingerprint, placement)

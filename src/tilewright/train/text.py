@@ -18,8 +18,8 @@ from tilewright.train.data import TokenStream, require_windows
 from tilewright.train.loop import TrainOptions, TrainResult
 from tilewright.train.muon import muon as make_muon
 
-Batch = tuple[np.ndarray, np.ndarray]
-"""Tokens and loss mask, `[batch, length]` each."""
+Batch = tuple[np.ndarray, ...]
+"""Tokens, loss mask and, with segments, numbers of documents, `[batch, length]` each."""
 
 HELD_OUT_BATCHES = 32
 
@@ -220,6 +220,7 @@ class Windows:
         length: tokens per window.
         options: options of the training loop, with the seed of the order.
         rows: rows of each batch on the devices of this process; None for all rows.
+        segments: batches also have the number of each token's document, so that documents of a window do not see each other.
     """
 
     stream: TokenStream
@@ -227,13 +228,28 @@ class Windows:
     length: int
     options: TextOptions
     rows: Int[np.ndarray, " R"] | None = None
+    segments: bool = False
 
     def __post_init__(self) -> None:
         require_texts(self.stream, self.held_out, self.length, self.options)
+        if self.segments and (self.stream.documents is None or self.held_out.documents is None):
+            raise ValueError("expected text whose documents are known for --segments, found joined text")
 
     def epoch(self, number: int) -> Iterator[Batch]:
         """Yields the training batches of an epoch."""
-        return self.stream.windows(self.length, self.options.batch_size, self.options.seed, number, self.rows)
+        arguments = (self.length, self.options.batch_size, self.options.seed, number, self.rows)
+        return self.with_segments(self.stream, self.stream.windows(*arguments), self.stream.places(*arguments))
+
+    def with_segments(
+        self, stream: TokenStream, batches: Iterator[Batch], places: Iterator[Int[np.ndarray, "B T"]]
+    ) -> Iterator[Batch]:
+        """Adds the numbers of documents to batches at these places, with `segments`."""
+        if not self.segments:
+            return batches
+        numbers = stream.documents
+        assert numbers is not None
+        last = len(numbers) - 1
+        return ((*batch, numbers[np.minimum(index, last)]) for batch, index in zip(batches, places, strict=True))
 
     def batches(self, first: int) -> Iterator[Batch]:
         """Yields training batches, epoch by epoch, from step `first` on."""
@@ -246,13 +262,15 @@ class Windows:
 
     def held_out_batches(self) -> list[Batch]:
         """Returns the batches of the held-out text, the same ones at every evaluation."""
-        batches = self.held_out.padded_windows(self.length, self.options.batch_size, self.options.seed, self.rows)
-        return list(islice(batches, HELD_OUT_BATCHES))
+        arguments = (self.length, self.options.batch_size, self.options.seed, self.rows)
+        batches = self.held_out.padded_windows(*arguments), self.held_out.padded_places(*arguments)
+        return list(islice(self.with_segments(self.held_out, *batches), HELD_OUT_BATCHES))
 
     def run_fingerprint(self) -> dict[str, Any]:
         """Returns the fingerprint of the run, which a checkpoint must match."""
         text = fingerprint((self.stream.tokens, self.stream.in_loss))
-        return {**self.options.run_fingerprint(), "training_tokens": len(self.stream.tokens), "text": text}
+        segments = {"segments": fingerprint(self.stream.documents)} if self.segments else {}
+        return {**self.options.run_fingerprint(), "training_tokens": len(self.stream.tokens), "text": text, **segments}
 
 
 def text_metrics(result: TrainResult) -> dict[str, Any]:
