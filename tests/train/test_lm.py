@@ -226,7 +226,7 @@ def test_segments_need_documents_and_attention(tmp_path: Path):
     stream = documents((40, 60, 80))
     with pytest.raises(ValueError, match="expected a model without linear attention for --segments, found one with it"):
         train_lm(HYBRID, stream, stream, options(), tmp_path, silent(), segments=True)
-    with pytest.raises(ValueError, match="expected text whose documents are known for --segments, found joined text"):
+    with pytest.raises(ValueError, match="expected text whose documents are known for segments, found joined text"):
         train_lm(TARGET, counting_stream(), stream, options(), tmp_path, silent(), segments=True)
     apart, joined = (Windows(stream, stream, 17, options(), segments=flag).run_fingerprint() for flag in (True, False))
     assert apart.pop("segments")

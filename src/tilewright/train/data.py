@@ -346,8 +346,8 @@ class TokenStream:
     documents: np.ndarray | None = None
 
     def windows(
-        self, length: int, batch: int, seed: int, epoch: int, rows: Int[np.ndarray, " R"] | None = None
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        self, length: int, batch: int, seed: int, epoch: int, rows: Int[np.ndarray, " R"] | None = None, segments: bool = False
+    ) -> Iterator[tuple[np.ndarray, ...]]:
         """Yields batches `[batch, length]` of tokens and loss mask that cover the stream once, in random order.
 
         Each epoch cuts the stream at another random offset, and drops the windows that do not fill a batch.
@@ -358,21 +358,15 @@ class TokenStream:
             seed: seed of the order.
             epoch: number of the epoch.
             rows: rows of each batch to return; by default all.
+            segments: also yield the number of each token's document.
         """
-        for index in self.places(length, batch, seed, epoch, rows):
-            yield self.tokens[index], self.in_loss[index]
-
-    def places(
-        self, length: int, batch: int, seed: int, epoch: int, rows: Int[np.ndarray, " R"] | None = None
-    ) -> Iterator[Int[np.ndarray, "B T"]]:
-        """Yields the places in the stream of the tokens of `windows`."""
         rng = np.random.default_rng((seed, epoch))
         spare = len(self.tokens) - length
         starts = np.arange(int(rng.integers(0, min(length, spare + 1))), spare + 1, length)
         starts = rng.permutation(starts)
         for first in range(0, len(starts) - batch + 1, batch):
             chosen = starts[first : first + batch]
-            yield (chosen if rows is None else chosen[rows])[:, None] + np.arange(length)
+            yield self.rows(chosen if rows is None else chosen[rows], length, segments)
 
     def starts_in_loss(self, length: int) -> np.ndarray:
         """Returns the starts of the consecutive windows that have a token in the loss after their first position."""
@@ -381,27 +375,30 @@ class TokenStream:
         return np.unique(np.flatnonzero(predicted) // length) * length
 
     def padded_windows(
-        self, length: int, batch: int, seed: int, rows: Int[np.ndarray, " R"] | None = None
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        self, length: int, batch: int, seed: int, rows: Int[np.ndarray, " R"] | None = None, segments: bool = False
+    ) -> Iterator[tuple[np.ndarray, ...]]:
         """Yields batches `[batch, length]` of the windows of `starts_in_loss`, each once; see `windows` for the arguments.
 
         Padding rows and padding at the ends of rows are not in the loss.
         """
-        for index in self.padded_places(length, batch, seed, rows):
-            inside = index < len(self.tokens)
-            index = np.minimum(index, len(self.tokens) - 1)
-            yield np.where(inside, self.tokens[index], 0), inside & self.in_loss[index]
-
-    def padded_places(
-        self, length: int, batch: int, seed: int, rows: Int[np.ndarray, " R"] | None = None
-    ) -> Iterator[Int[np.ndarray, "B T"]]:
-        """Yields the places in the stream of the tokens of `padded_windows`; padding lies behind the end."""
         starts = np.random.default_rng((seed, 0)).permutation(self.starts_in_loss(length))
         size = len(self.tokens)
         for first in range(0, len(starts), batch):
             chosen = np.full(batch, size)
             chosen[: len(starts) - first] = starts[first : first + batch]
-            yield (chosen if rows is None else chosen[rows])[:, None] + np.arange(length)
+            yield self.rows(chosen if rows is None else chosen[rows], length, segments)
+
+    def rows(self, starts: Int[np.ndarray, " B"], length: int, segments: bool) -> tuple[np.ndarray, ...]:
+        """Returns the windows at these starts; padding behind the end of the stream is not in the loss."""
+        index = starts[:, None] + np.arange(length)
+        inside = index < len(self.tokens)
+        index = np.minimum(index, len(self.tokens) - 1)
+        found = np.where(inside, self.tokens[index], 0), inside & self.in_loss[index]
+        if not segments:
+            return found
+        if self.documents is None:
+            raise ValueError("expected text whose documents are known for segments, found joined text")
+        return *found, self.documents[index]
 
     def steps_per_epoch(self, length: int, batch: int) -> int:
         """Returns the smallest number of batches per epoch; the offset of an epoch may allow one more window."""

@@ -232,24 +232,11 @@ class Windows:
 
     def __post_init__(self) -> None:
         require_texts(self.stream, self.held_out, self.length, self.options)
-        if self.segments and (self.stream.documents is None or self.held_out.documents is None):
-            raise ValueError("expected text whose documents are known for --segments, found joined text")
 
     def epoch(self, number: int) -> Iterator[Batch]:
         """Yields the training batches of an epoch."""
-        arguments = (self.length, self.options.batch_size, self.options.seed, number, self.rows)
-        return self.with_segments(self.stream, self.stream.windows(*arguments), self.stream.places(*arguments))
-
-    def with_segments(
-        self, stream: TokenStream, batches: Iterator[Batch], places: Iterator[Int[np.ndarray, "B T"]]
-    ) -> Iterator[Batch]:
-        """Adds the numbers of documents to batches at these places, with `segments`."""
-        if not self.segments:
-            return batches
-        numbers = stream.documents
-        assert numbers is not None
-        last = len(numbers) - 1
-        return ((*batch, numbers[np.minimum(index, last)]) for batch, index in zip(batches, places, strict=True))
+        options = self.options
+        return self.stream.windows(self.length, options.batch_size, options.seed, number, self.rows, self.segments)
 
     def batches(self, first: int) -> Iterator[Batch]:
         """Yields training batches, epoch by epoch, from step `first` on."""
@@ -262,9 +249,9 @@ class Windows:
 
     def held_out_batches(self) -> list[Batch]:
         """Returns the batches of the held-out text, the same ones at every evaluation."""
-        arguments = (self.length, self.options.batch_size, self.options.seed, self.rows)
-        batches = self.held_out.padded_windows(*arguments), self.held_out.padded_places(*arguments)
-        return list(islice(self.with_segments(self.held_out, *batches), HELD_OUT_BATCHES))
+        options = self.options
+        batches = self.held_out.padded_windows(self.length, options.batch_size, options.seed, self.rows, self.segments)
+        return list(islice(batches, HELD_OUT_BATCHES))
 
     def run_fingerprint(self) -> dict[str, Any]:
         """Returns the fingerprint of the run, which a checkpoint must match."""
