@@ -116,7 +116,7 @@ def test_experts_with_a_balance_loss_save_all_activations():
     with pytest.raises(ValueError, match="where experts have a balance loss; found nothing_saveable"):
         prediction_loss(language_model(sparse), PLAIN, TrainingPlacement(remat="nothing_saveable"))
     with pytest.raises(ValueError, match=r"expected a policy among everything_saveable, .*, found 'all'"):
-        TrainingPlacement(remat="all")  # pyright: ignore[reportArgumentType]
+        TrainingPlacement(remat="all")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

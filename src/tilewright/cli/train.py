@@ -354,7 +354,7 @@ class MeshOptions:
             weights=form,
             gradients=form,
             activations=form,
-            dtype=options.compute_dtype,
+            dtype="bfloat16" if options.compute_dtype == "bfloat16" else "float32",
         )
         plan.check(config.num_layers, balanced(config) is not None)
         placement = TrainingPlacement(mesh, plan if sharding.strategy == "explicit" else None, remat)

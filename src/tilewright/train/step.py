@@ -73,7 +73,7 @@ class TrainingPlacement:
 
     mesh: Mesh | None = None
     plan: FullyShardedPlan | None = None
-    remat: Remat = EVERYTHING
+    remat: str = EVERYTHING
 
     def __post_init__(self) -> None:
         if self.remat not in get_args(Remat):

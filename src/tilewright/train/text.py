@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -65,12 +65,12 @@ class TextOptions(TrainOptions):
     cooldown: float = 0.2
     weight_decay: float = 0.01
     clip: float = 1.0
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    state_dtype: str = "float32"
     seed: int = 0
     evaluate_every: int = 200
     save_every: int = 200
     matmul_dtype: str = "auto"
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: str = "float32"
     accumulate: int = 1
 
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = (
