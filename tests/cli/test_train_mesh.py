@@ -17,7 +17,7 @@ from cli.conftest import Run as Command
 from cli.conftest import interrupt_at
 from parallel.commands import run_together, started
 from tilewright.cli import train_drafter as cli_drafter
-from tilewright.cli.train import InitialModel, MeshOptions, ModelSizes, ShardingSettings
+from tilewright.cli.train import InitialModel, MeshOptions, ModelSizes
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder, save_params
@@ -75,7 +75,7 @@ def test_a_run_goes_on_over_another_mesh_and_gives_what_one_device_gives(
     with monkeypatch.context() as patched:
         interrupt_at(2, patched)
         assert run(*command, "--mesh", "fsdp=4,tp=2").status != 0
-    ran = run(*command, "--mesh", "fsdp=8", "--sharding", "prefetch_distance=0,2,remat=false")
+    ran = run(*command, "--mesh", "fsdp=8", "--sharding", "prefetch_distance=0,2", "--remat", "everything_saveable")
     assert ran.status == 0, ran.err
     assert "resuming language model at step 2 of 3" in ran.out
     np.testing.assert_allclose(curve(tmp_path / "mesh.json"), curve(tmp_path / "alone.json"), rtol=1e-4)
@@ -101,8 +101,10 @@ def test_a_run_goes_on_over_another_mesh_and_gives_what_one_device_gives(
             ["--mesh", "fsdp=4", "--sharding", "scatter_delay=1,2,3"],
             "expected scatter_delay as one number of layers, or two for attention and MLP, found 3",
         ),
-        (["--mesh", "fsdp=4", "--sharding", "accumulate=3"], "that fsdp=4 × 3 parts divide, found 8"),
+        (["--mesh", "fsdp=4", "--accumulate", 3], "that fsdp=4 × 3 parts divide, found 8"),
         (["--sharding", "rings=true"], "expected --mesh with --sharding, found none"),
+        (["--mesh", "fsdp=4", "--remat", "dots_saveable"], "with explicit collectives, found dots_saveable"),
+        (["--mesh", "fsdp=4", "--sharding", "rings=true,strategy=auto"], "without settings of the explicit strategy"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(
@@ -129,13 +131,13 @@ def test_a_published_model_goes_on_and_is_saved_as_it_came(tmp_path: Path, name:
     """
     copytree(GOLDEN / name, tmp_path / "start")
     train_tokenizer([Document("one two")], 258).save(str(tmp_path / "start" / "tokenizer.json"))
-    devices = MeshOptions(mesh=axes, sharding=ShardingSettings(remat=False))
+    devices = MeshOptions(mesh=axes, remat="everything_saveable")
     options = TextOptions(steps=1, batch_size=8, sequence_length=8, learning_rate=1e-12)
     initial: Any = InitialModel.load(str(tmp_path / "start"), None, ModelSizes(), devices, silent())
-    setup: Any = devices.setup(initial.config, options)
-    assert jax.tree.map(lambda leaf: leaf.sharding, initial.params) == setup.shardings
+    placement = devices.placement(initial.config, options)
+    assert jax.tree.map(lambda leaf: leaf.sharding, initial.params) == placement.shardings(decoder.declare(initial.config))
     text = TokenStream(np.random.default_rng(0).integers(0, 96, 400).astype(np.int32), np.ones(400, bool))
-    result = train_lm(initial.config, text, text, options, tmp_path / "training", silent(), initial.params, setup=setup)
+    result = train_lm(initial.config, text, text, options, tmp_path / "training", silent(), initial.params, placement=placement)
     assert any(leaf.is_deleted() for leaf in jax.tree.leaves(initial.params)), "their memory went into the step"
     config = initial.config
     save_params(tmp_path / "out", decoder.config_to_hf(config), decoder.declare(config), result.params, jnp.float32)

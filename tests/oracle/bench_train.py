@@ -81,14 +81,14 @@ def own_side(args: argparse.Namespace, matmul_dtype: str, params: Any) -> Step:
 
     from tilewright.kernels import select
     from tilewright.train.lm import hidden_matrices, next_token_loss
-    from tilewright.train.loop import gradient_step
+    from tilewright.train.step import train_step
     from tilewright.train.text import TextOptions, make_optimizer
 
     options = TextOptions(steps=1000, batch_size=args.batch, sequence_length=args.length, learning_rate=RATE, warmup=0.0)
     ops = select.PLAIN if matmul_dtype == "xla" else select.training_operations(matmul_dtype)
     config = config_of(args)
     optimizer = make_optimizer(options, hidden_matrices)
-    step = gradient_step(lambda params, _, batch, key: next_token_loss(config, ops, params, *batch), optimizer)
+    step = train_step(lambda params, _, batch: next_token_loss(config, ops, params, *batch), optimizer)
     params = jax.tree.map(jnp.copy, params)
     state = [params, optimizer.init(params)]
     feed = batches(args)

@@ -16,12 +16,13 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from tilewright.cli.train import broadcast_tokenizer  # noqa: E402
+from tilewright.models import decoder  # noqa: E402
 from tilewright.parallel.exchanges import FullyShardedPlan  # noqa: E402
 from tilewright.train import checkpoint  # noqa: E402
 from tilewright.train.data import Document, train_tokenizer  # noqa: E402
-from tilewright.train.sharded import ShardedSetup, place_batch  # noqa: E402
+from tilewright.train.step import ONE_DEVICE, TrainingPlacement  # noqa: E402
 from tilewright.train.text import TextOptions, Windows  # noqa: E402
-from train.sharded_support import counted, setup  # noqa: E402
+from train.sharded_support import CONFIGS, counted, placed  # noqa: E402
 from train.support import random_stream  # noqa: E402
 
 assert (jax.process_count(), jax.local_device_count(), jax.device_count()) == (2, 2, 4)
@@ -31,17 +32,17 @@ folder = Path(sys.argv[3])
 OPTIONS = TextOptions(steps=4, batch_size=8, sequence_length=8)
 
 
-def batch_of(sharded: ShardedSetup | None) -> tuple[np.ndarray, np.ndarray]:
-    rows = None if sharded is None else sharded.local_rows(OPTIONS.batch_size)
+def batch_of(placement: TrainingPlacement) -> tuple[np.ndarray, np.ndarray]:
+    rows = placement.local_rows(OPTIONS.batch_size)
     windows = Windows(random_stream(400), random_stream(200, seed=1), 9, OPTIONS, rows)
     return next(windows.batches(2))
 
 
-def divided(sharded: ShardedSetup) -> Any:
+def divided(placement: TrainingPlacement) -> Any:
     def place(x: np.ndarray, sharding: Any) -> jax.Array:
         return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
 
-    return jax.tree.map(place, counted("qwen2"), sharded.shardings)
+    return jax.tree.map(place, counted("qwen2"), placement.shardings(decoder.declare(CONFIGS["qwen2"])))
 
 
 def require_shards(found: Any, whole: Any) -> None:
@@ -50,11 +51,11 @@ def require_shards(found: Any, whole: Any) -> None:
             np.testing.assert_array_equal(shard.data, np.asarray(wanted)[shard.index])
 
 
-over_both, over_rows, over_columns = (setup("qwen2", *sizes, FullyShardedPlan()) for sizes in ((2, 2), (4, 1), (1, 4)))
+over_both, over_rows, over_columns = (placed("qwen2", *sizes, FullyShardedPlan()) for sizes in ((2, 2), (4, 1), (1, 4)))
 for sharded, rows in ((over_both, 4), (over_rows, 4), (over_columns, 8)):
     cut = batch_of(sharded)
     assert len(cut[0]) == rows
-    require_shards(place_batch(sharded, cut), batch_of(None))
+    require_shards(sharded.place(cut), batch_of(ONE_DEVICE))
 print("batches divided")
 
 checkpoint.write(folder, divided(over_both), 3, {"curve.loss": np.array([2.5], np.float32)}, {"run": 1})

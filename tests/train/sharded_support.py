@@ -18,8 +18,9 @@ from tilewright.models.experts import ClampedGate, Mixture
 from tilewright.models.layers import LinearScaling
 from tilewright.models.params import ArraySpec
 from tilewright.parallel.exchanges import FullyShardedPlan
-from tilewright.train.lm import next_token_loss
-from tilewright.train.sharded import ShardedSetup, sharded_gradient, training_mesh
+from tilewright.train.lm import language_model, next_token_loss, next_tokens
+from tilewright.train.sharded import prediction_loss
+from tilewright.train.step import TrainingPlacement, accumulated, training_mesh
 
 CONFIGS = {
     "llama": decoder_config("llama", 64, 32, 48, 3, 16, 2, 8),  # groups of queries, of which 4 and 8 devices have parts
@@ -158,14 +159,25 @@ def alone(family: str) -> Any:
     return jax.jit(run)(drawn(family))
 
 
-def setup(family: str, fsdp: int, tp: int, plan: FullyShardedPlan, accumulate: int = 1) -> ShardedSetup:
-    config = CONFIGS[family]
-    return ShardedSetup(config, PLAIN, training_mesh({"fsdp": fsdp, "tp": tp}, config), plan, accumulate)
+def placed(family: str, fsdp: int, tp: int, plan: FullyShardedPlan | None) -> TrainingPlacement:
+    return TrainingPlacement(training_mesh({"fsdp": fsdp, "tp": tp}, CONFIGS[family]), plan)
 
 
-def over_devices(sharded: ShardedSetup, family: str) -> Any:
+def gradient(placement: TrainingPlacement, family: str, parts: int = 1) -> Any:
+    """Function of parameters, tokens and their mask to the loss and its gradient over the mesh."""
+    loss = prediction_loss(language_model(CONFIGS[family]), PLAIN, placement)
+
+    def run(params: Any, *batch: Array) -> Any:
+        value, _, found = accumulated(lambda p, drawn: loss(p, None, drawn), params, next_tokens(*batch), parts)
+        return value, found
+
+    return run
+
+
+def over_devices(placement: TrainingPlacement, family: str, parts: int = 1) -> Any:
     """Loss and gradient over the mesh."""
-    return jax.jit(sharded_gradient(sharded))(jax.device_put(drawn(family), sharded.shardings), *batch())
+    params = jax.device_put(drawn(family), placement.shardings(decoder.declare(CONFIGS[family])))
+    return jax.jit(gradient(placement, family, parts))(params, *batch())
 
 
 def tolerance(config: DecoderConfig) -> float:

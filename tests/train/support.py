@@ -1,6 +1,7 @@
 """A tiny language model, a drafter and texts for tests of training."""
 
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from tilewright.models.dflash import DFlashConfig
 from tilewright.models.experts import Mixture
 from tilewright.models.params import initialise
 from tilewright.train.data import TokenStream
+from tilewright.train.drafter import draw_blocks
 from tilewright.train.text import TextOptions
 
 END = 0
@@ -102,3 +104,13 @@ def silent() -> Console:
 
 def options(**changes: Any) -> TextOptions:
     return replace(OPTIONS, **changes)
+
+
+def drawing(losses: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a drafter's losses as a function of a key, with which they draw their blocks, instead of drawn blocks."""
+
+    def at_key(target: Any, config: Any, options: Any, ops: Any, params: Any, frozen: Any, batch: Any, key: Any) -> Any:
+        blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
+        return losses(target, config, options, ops, params, frozen, batch, blocks)
+
+    return at_key

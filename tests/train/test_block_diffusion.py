@@ -17,7 +17,8 @@ from tilewright.models.config import MaskedBlocks
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.params import initialise, to_tensors
 from tilewright.train.block_diffusion import block_denoiser
-from tilewright.train.diffusion import PADDING_WEIGHT, Batch, Denoiser
+from tilewright.train.diffusion import PADDING_WEIGHT, Batch
+from tilewright.train.predictions import Predictor
 
 SIZES = (40, 32, 48, 2, 4, 2, 8)
 ROWS = 6
@@ -71,7 +72,7 @@ def edges(block: np.ndarray) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
-def blocks_of(model: Denoiser, key: Any, masked: np.ndarray) -> np.ndarray:
+def blocks_of(model: Predictor, key: Any, masked: np.ndarray) -> np.ndarray:
     """Block numbers of each row's positions; those of rows that decode have the random offset of the key."""
     blocks = model.sizes.masked_blocks
     assert blocks is not None
@@ -92,8 +93,9 @@ def test_the_loss_is_that_of_each_block_behind_clean_tokens(name: str):
     tensors = dict(to_tensors(model.specs, params, jnp.float32))
     batch = small_batch()
     key = jax.random.key(2)
-    predicted, total = model.predict(batch, key)
-    loss, weight = model.loss(PLAIN, params, batch, key)
+    predicted = model.predict(batch, key)
+    total = jnp.sum(predicted.counts)
+    loss, weight = model.loss(PLAIN, params, predicted)
     clean = np.asarray(batch.tokens)
     noisy = np.asarray(predicted.inputs)[:, LENGTH:]
     np.testing.assert_array_equal(np.asarray(predicted.inputs)[:, :LENGTH], clean)
@@ -102,7 +104,7 @@ def test_the_loss_is_that_of_each_block_behind_clean_tokens(name: str):
     np.testing.assert_allclose(float(weight), weights.sum(), rtol=1e-6)
     assert float(weight) == float(total)
     numbers = blocks_of(model, key, masked)
-    stated = np.asarray(predicted.weights)[:, LENGTH:] * float(total)
+    stated = np.asarray(predicted.weights)[:, LENGTH:]
     expected = 0.0
     for row in range(ROWS):
         for start, end in edges(numbers[row]):
@@ -128,11 +130,11 @@ def test_masks_are_spread_over_responses(name: str):
     model = block_denoiser(config)
     batch = small_batch(64)
     keys = jax.random.split(jax.random.key(1), 400)
-    predicted, total = jax.jit(jax.vmap(lambda key: model.predict(batch, key)))(keys)
+    predicted = jax.jit(jax.vmap(lambda key: model.predict(batch, key)))(keys)
     masked = np.asarray(predicted.inputs)[:, :, LENGTH:] == MASK
     weights = weights_of(batch)
     assert not masked[:, weights == 0].any()
-    given = np.asarray(predicted.weights)[:, :, LENGTH:].mean(axis=0) * float(total[0])
+    given = np.asarray(predicted.weights)[:, :, LENGTH:].mean(axis=0)
     if blocks.shifted:
         given = np.concatenate([np.zeros((len(given), 1)), given[:, :-1]], axis=1)
     share = 1 - 1 / BLOCK if blocks.causal else 1.0

@@ -18,7 +18,7 @@ from tilewright.models.dflash2 import DFlash2Config
 from tilewright.models.params import to_tensors
 from tilewright.train.dflash2 import DFlash2Options, drafter_losses, hidden_matrices, initial_params, train_dflash2
 from tilewright.train.drafter import Frozen, draw_blocks
-from train.support import DRAFTER, TARGET, counting_stream, kept_target, options, silent
+from train.support import DRAFTER, TARGET, counting_stream, drawing, kept_target, options, silent
 
 CONFIG = DFlash2Config(**vars(DRAFTER), conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=3)
 SLIDING = replace(
@@ -58,7 +58,7 @@ def reference(config: DFlash2Config) -> Drafter2:
 def test_both_losses_equal_the_reference(config: DFlash2Config):
     """Of blocks at every place, some of which pass the text's end or the sequence's; the right token is often no candidate."""
     (tokens, in_loss), chosen, key = batch_of(5), DFlash2Options(anchors=4, gamma=2.0), jax.random.key(7)
-    losses = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))
+    losses = jax.jit(partial(drawing(drafter_losses), TARGET, config, chosen, PLAIN))
     backbone, selector, total = losses(random_params(), Frozen(kept_target()), (jnp.asarray(tokens), jnp.asarray(in_loss)), key)
     blocks = draw_blocks(TARGET, config, chosen, (jnp.asarray(tokens), jnp.asarray(in_loss)), key)
     anchors = np.asarray(blocks.anchors)
@@ -79,7 +79,7 @@ def test_both_losses_equal_the_reference(config: DFlash2Config):
 
 def test_a_batch_without_anchors_has_loss_zero():
     batch = (jnp.asarray(batch_of(0)[0]), jnp.zeros((3, 16), bool))
-    found = jax.jit(partial(drafter_losses, TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN))(
+    found = jax.jit(partial(drawing(drafter_losses), TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN))(
         random_params(), Frozen(kept_target()), batch, jax.random.key(0)
     )
     assert [float(x) for x in found] == [0.0, 0.0, 0.0]
@@ -95,7 +95,7 @@ def test_a_fresh_drafter_starts_as_dflash_and_learns_everywhere():
     def loss(params: Any, target: Any) -> jax.Array:
         frozen = Frozen(target)
         key = jax.random.key(0)
-        found = drafter_losses(TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN, params, frozen, batch, key)
+        found = drawing(drafter_losses)(TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN, params, frozen, batch, key)
         return found[0] + found[1]
 
     grad = jax.jit(jax.grad(loss, argnums=(0, 1)))
@@ -115,7 +115,7 @@ def test_the_selectors_loss_reaches_the_backbone():
     batch = (tokens, jnp.ones(tokens.shape, bool))
 
     def loss(params: Any) -> jax.Array:
-        return drafter_losses(
+        return drawing(drafter_losses)(
             TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN, params, Frozen(kept_target()), batch, jax.random.key(0)
         )[1]
 

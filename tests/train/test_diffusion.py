@@ -65,8 +65,8 @@ def test_the_loss_is_that_of_numpy(config: DiffusionConfig):
     batch = small_batch()
     model = masked_denoiser(config)
     tensors = dict(to_tensors(model.specs, params, jnp.float32))
-    seen = np.asarray(model.predict(batch, jax.random.key(1))[0].inputs)
-    loss, total = model.loss(PLAIN, params, batch, jax.random.key(1))
+    seen = np.asarray(model.predict(batch, jax.random.key(1)).inputs)
+    loss, total = model.loss(PLAIN, params, model.predict(batch, jax.random.key(1)))
     key, _ = jax.random.split(jax.random.key(1))
     t = 1e-3 + (1 - 1e-3) * ((float(jax.random.uniform(key)) + np.arange(8) / 8) % 1)
     expected = weight = 0.0
@@ -93,7 +93,8 @@ def test_the_shares_spread_over_their_range():
     """Every batch has rows with little and rows with much of them masked; another key masks others."""
     batch = small_batch(64)._replace(first=jnp.zeros(64, jnp.int32), valid=jnp.full(64, 20, jnp.int32))
     params = drawn(LLADA)
-    losses = {float(masked_denoiser(LLADA).loss(PLAIN, params, batch, jax.random.key(n))[0]) for n in range(4)}
+    model = masked_denoiser(LLADA)
+    losses = {float(model.loss(PLAIN, params, model.predict(batch, jax.random.key(n)))[0]) for n in range(4)}
     assert len(losses) == 4
     assert np.std(list(losses)) < 0.25 * np.mean(list(losses))
 

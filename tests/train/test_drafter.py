@@ -53,6 +53,7 @@ from train.support import (
     TARGET,
     counting_stream,
     drafter_params,
+    drawing,
     options,
     random_stream,
     silent,
@@ -240,7 +241,7 @@ def test_loss_is_the_weighted_mean_over_the_slots_after_the_known_one(gamma: flo
     key = jax.random.key(7)
     chosen = DFlashOptions(anchors=4, gamma=gamma)
     batch = (jnp.asarray(tokens), jnp.asarray(flags))
-    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, chosen, PLAIN))(DRAFTER_PARAMS, FROZEN, batch, key)
+    loss, total = jax.jit(partial(drawing(drafter_loss), TARGET, DRAFTER, chosen, PLAIN))(DRAFTER_PARAMS, FROZEN, batch, key)
     anchors, real = (np.asarray(x) for x in draw_anchors(batch[1], 4, key))
     logits = logits_at(tokens, anchors.tolist()).astype(np.float64)
     summed = weight_sum = 0.0
@@ -260,7 +261,7 @@ def test_loss_is_the_weighted_mean_over_the_slots_after_the_known_one(gamma: flo
 
 def test_a_batch_without_anchors_has_loss_zero():
     batch = (jnp.asarray(random_tokens(0, 3, 16)), jnp.zeros((3, 16), bool))
-    loss_of = jax.jit(partial(drafter_loss, TARGET, DRAFTER, DFlashOptions(anchors=4), PLAIN))
+    loss_of = jax.jit(partial(drawing(drafter_loss), TARGET, DRAFTER, DFlashOptions(anchors=4), PLAIN))
     loss, total = loss_of(DRAFTER_PARAMS, FROZEN, batch, jax.random.key(0))
     assert (float(loss), float(total)) == (0.0, 0.0)
 
@@ -279,7 +280,7 @@ def test_no_gradient_reaches_the_layers_of_the_target():
     def loss(params: Any, target: Any) -> jax.Array:
         frozen = Frozen(target)
         key = jax.random.key(0)
-        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=4), PLAIN, params, frozen, batch, key)[0]
+        return drawing(drafter_loss)(TARGET, DRAFTER, DFlashOptions(anchors=4), PLAIN, params, frozen, batch, key)[0]
 
     gradient, targets = jax.jit(jax.grad(loss, argnums=(0, 1)))(DRAFTER_PARAMS, TARGET_PARAMS)
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradient)), "every array of the drafter learns"

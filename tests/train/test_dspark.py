@@ -20,7 +20,7 @@ from tilewright.models.params import initialise, to_tensors
 from tilewright.speculation.drafters.load import load_dflash
 from tilewright.train.drafter import Frozen, draw_blocks, frozen_inputs, save_drafter
 from tilewright.train.dspark import DSparkOptions, drafter_losses, hidden_matrices, train_dspark
-from train.support import DRAFTER, TARGET, counting_stream, options, silent, target_params
+from train.support import DRAFTER, TARGET, counting_stream, drawing, options, silent, target_params
 
 CONFIG = DSparkConfig(**{**vars(DRAFTER), "sample_from_anchor": True}, markov_rank=6, candidate_top_k=3)
 BEHIND = replace(CONFIG, sample_from_anchor=False)
@@ -56,7 +56,7 @@ def test_both_losses_equal_the_reference(config: DSparkConfig, cap: float | None
     key = jax.random.key(7)
     batch = (jnp.asarray(tokens), jnp.asarray(in_loss))
     capped = replace(TARGET, logit_softcap=cap)
-    nll, l1, total = jax.jit(partial(drafter_losses, capped, config, chosen, PLAIN))(params, FROZEN, batch, key)
+    nll, l1, total = jax.jit(partial(drawing(drafter_losses), capped, config, chosen, PLAIN))(params, FROZEN, batch, key)
     blocks = draw_blocks(TARGET, config, chosen, batch, key)
     anchors = np.asarray(blocks.anchors)
     weights = np.asarray(blocks.weights).reshape(3, 4, SIZE - 1)
@@ -83,7 +83,7 @@ def test_both_losses_equal_the_reference(config: DSparkConfig, cap: float | None
 
 def test_a_batch_without_anchors_has_loss_zero():
     batch = (jnp.asarray(batch_of(0)[0]), jnp.zeros((3, 16), bool))
-    run = jax.jit(partial(drafter_losses, TARGET, CONFIG, DSparkOptions(anchors=4), PLAIN))
+    run = jax.jit(partial(drawing(drafter_losses), TARGET, CONFIG, DSparkOptions(anchors=4), PLAIN))
     assert [float(x) for x in run(random_params(CONFIG), FROZEN, batch, jax.random.key(0))] == [0.0, 0.0, 0.0]
 
 
@@ -93,7 +93,9 @@ def test_all_parts_learn_and_the_target_does_not():
     batch = (tokens, jnp.ones(tokens.shape, bool))
 
     def loss(params: Any) -> jax.Array:
-        found = drafter_losses(TARGET, CONFIG, DSparkOptions(anchors=4), PLAIN, params, FROZEN, batch, jax.random.key(0))
+        found = drawing(drafter_losses)(
+            TARGET, CONFIG, DSparkOptions(anchors=4), PLAIN, params, FROZEN, batch, jax.random.key(0)
+        )
         return found[0] + found[1]
 
     grad = jax.jit(jax.grad(loss))
@@ -119,10 +121,10 @@ def test_a_draft_vocabulary_leaves_out_what_it_has_not():
     for config in (small, whole):
         frozen = frozen_inputs(config, TARGET_PARAMS, stream)
         chosen = DSparkOptions(anchors=4)
-        losses = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))
+        losses = jax.jit(partial(drawing(drafter_losses), TARGET, config, chosen, PLAIN))
         found = [float(x) for x in losses(random_params(config), frozen, batch, jax.random.key(7))]
         if config is whole:
-            losses = jax.jit(partial(drafter_losses, TARGET, CONFIG, chosen, PLAIN))
+            losses = jax.jit(partial(drawing(drafter_losses), TARGET, CONFIG, chosen, PLAIN))
             want = losses(random_params(CONFIG), FROZEN, batch, jax.random.key(7))
             np.testing.assert_allclose(found, [float(x) for x in want], rtol=1e-5)
         else:

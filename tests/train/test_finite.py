@@ -17,8 +17,8 @@ from tilewright.parallel.exchanges import FullyShardedPlan
 from tilewright.train.finite import IN_FLIGHT, Finite, NotFiniteTraining, Watch, finite, require_finite
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import Task, train
-from tilewright.train.sharded import sharded_finite
-from train.sharded_support import CONFIGS, drawn, setup
+from tilewright.train.step import sharded_finite
+from train.sharded_support import CONFIGS, drawn, placed
 from train.support import TARGET, options, random_stream, silent
 from train.test_loop import fit, regression
 
@@ -105,14 +105,14 @@ def test_a_long_list_is_cut_and_runs_are_numbered():
 
 def test_shards_are_looked_at_where_they_lie():
     """One entry, which one of eight devices holds."""
-    sharded = setup("qwen2", 4, 2, FullyShardedPlan())
+    shardings = placed("qwen2", 4, 2, FullyShardedPlan()).shardings(decoder.declare(CONFIGS["qwen2"]))
     gradient = drawn("qwen2")
     last = gradient.layers[1]
     spoilt = replace(last, down=last.down.at[-1, -1].set(jnp.inf))
-    run = jax.jit(lambda loss, gradient: sharded_finite(sharded, loss, gradient))
+    run = jax.jit(lambda loss, gradient: sharded_finite(shardings, loss, gradient))
 
     def found(gradient: Any) -> Finite:
-        return run(jnp.float32(1), jax.device_put(gradient, sharded.shardings))
+        return run(jnp.float32(1), jax.device_put(gradient, shardings))
 
     require_finite(1, found(gradient))
     with pytest.raises(NotFiniteTraining, match=r"step 2: the gradient of layers\.1\.down is not finite"):

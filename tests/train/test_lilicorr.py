@@ -27,7 +27,7 @@ from tilewright.train.lilicorr import (
     target_logits,
     train_lilicorr,
 )
-from train.support import DRAFTER, TARGET, counting_stream, kept_target, options, silent, target_params
+from train.support import DRAFTER, TARGET, counting_stream, drawing, kept_target, options, silent, target_params
 
 CONFIG = LiLiCorrConfig(
     **vars(DRAFTER),
@@ -65,7 +65,7 @@ def test_all_losses_equal_the_reference(config: LiLiCorrConfig):
     chosen = LiLiCorrOptions(anchors=12, gamma=2.0)
     key = jax.random.key(7)
     batch = (jnp.asarray(tokens), jnp.asarray(in_loss))
-    found = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))(params, Frozen(kept_target()), batch, key)
+    found = jax.jit(partial(drawing(drafter_losses), TARGET, config, chosen, PLAIN))(params, Frozen(kept_target()), batch, key)
     blocks = draw_blocks(TARGET, config, chosen, batch, key)
     anchors = np.asarray(blocks.anchors)
     weights = np.asarray(blocks.weights).reshape(6, 12, SIZE - 1)
@@ -112,7 +112,7 @@ def test_the_targets_logits_of_candidates_are_its_own(tied: bool, cap: float | N
 
 def test_a_batch_without_anchors_has_loss_zero():
     batch = (jnp.asarray(batch_of(0)[0]), jnp.zeros((3, 16), bool))
-    run = jax.jit(partial(drafter_losses, TARGET, CONFIG, LiLiCorrOptions(anchors=4), PLAIN))
+    run = jax.jit(partial(drawing(drafter_losses), TARGET, CONFIG, LiLiCorrOptions(anchors=4), PLAIN))
     assert [float(x) for x in run(random_params(), Frozen(kept_target()), batch, jax.random.key(0))] == [0.0] * 4
 
 
@@ -122,7 +122,9 @@ def test_the_lattices_losses_reach_everything_that_they_read():
 
     def loss(part: int, params: Any) -> jax.Array:
         options = LiLiCorrOptions(anchors=12)
-        return drafter_losses(TARGET, CONFIG, options, PLAIN, params, Frozen(kept_target()), batch, jax.random.key(0))[part]
+        return drawing(drafter_losses)(TARGET, CONFIG, options, PLAIN, params, Frozen(kept_target()), batch, jax.random.key(0))[
+            part
+        ]
 
     for part in (1, 2):
         grads = jax.jit(jax.grad(partial(loss, part)))(random_params())
@@ -151,7 +153,7 @@ def test_training_brings_the_lattice_to_tell_candidates_apart(tmp_path: Path, vo
     result = train_lilicorr(*arguments)
     assert result.curve["held_out_loss"][0] > 1.5 * result.last("held_out_loss")
     batch = tuple(jnp.asarray(part) for part in next(stream.windows(32, 4, 0, 0)))
-    losses = jax.jit(partial(drafter_losses, TARGET, config, drafter_options, PLAIN))
+    losses = jax.jit(partial(drawing(drafter_losses), TARGET, config, drafter_options, PLAIN))
     frozen = frozen_inputs(config, kept_target(), stream)
     fresh = initial_params(TARGET, config, kept_target(), jax.random.key(0))
     trained = dflash.with_vocab(result.params, None)

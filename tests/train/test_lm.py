@@ -1,5 +1,7 @@
 """Next-token training: the loss, what is in it, its gradient, and which arrays Muon takes."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,13 +13,17 @@ import numpy as np
 import pytest
 
 from reference.dflash_numpy import Target
+from tilewright.kernels import native
 from tilewright.kernels.delta_rule import reference as delta_reference
 from tilewright.kernels.select import PLAIN, training_operations
 from tilewright.models import decoder
-from tilewright.models.params import initialise, spec_leaves, to_tensors
+from tilewright.models.params import abstract, initialise, spec_leaves, to_tensors
+from tilewright.parallel.exchanges import FullyShardedPlan
 from tilewright.train.data import TokenStream
-from tilewright.train.lm import hidden_matrices, next_token_loss, train_lm
-from tilewright.train.text import HELD_OUT_BATCHES, Windows
+from tilewright.train.lm import hidden_matrices, language_model, next_token_loss, train_lm
+from tilewright.train.sharded import prediction_loss
+from tilewright.train.step import ONE_DEVICE, TrainingPlacement, compiled_step, training_mesh
+from tilewright.train.text import HELD_OUT_BATCHES, Windows, make_optimizer
 from train.support import HYBRID, TARGET, counting_stream, options, random_stream, silent, target_params
 
 UNTIED = replace(TARGET, tie_word_embeddings=False)
@@ -170,3 +176,82 @@ def test_a_short_held_out_text_fills_a_batch():
     assert sorted(tokens[in_loss].tolist()) == [n for n in range(1, 21) if n != 5]
     (mine,) = Windows(counting_stream(), stream, 17, options(batch_size=4), np.asarray([1])).held_out_batches()
     np.testing.assert_array_equal(mine[0], tokens[1:2])
+
+
+def documents(lengths: Sequence[int], seed: int = 0) -> TokenStream:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, 24, sum(lengths)).astype(np.int32)
+    return TokenStream(tokens, rng.random(len(tokens)) < 0.8, np.repeat(np.arange(len(lengths)), lengths).astype(np.int32))
+
+
+def loss_apart(config: decoder.DecoderConfig, params: Any, batch: Sequence[np.ndarray]) -> float:
+    """Mean loss over the documents of a batch of windows, each in a row of its own with padding behind it."""
+    rows = [
+        np.stack([np.resize(part[numbers == number], 17) for part in (tokens, in_loss)])
+        * (np.arange(17) < np.sum(numbers == number))
+        for tokens, in_loss, numbers in zip(*batch, strict=True)
+        for number in np.unique(numbers)
+    ]
+    tokens, in_loss = np.stack(rows, axis=1)
+    return float(jax.jit(partial(next_token_loss, config, PLAIN))(params, tokens, in_loss.astype(bool))[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "window"),
+    [("xla", None), ("here", 4), ("mesh", 4), ("here", None), ("mesh", None)],
+)
+def test_documents_of_a_sequence_do_not_see_each_other(strategy: str, window: int | None):
+    """The loss of windows with several documents is that of each document by itself."""
+    sliding = {} if window is None else {"family": "smollm3", "sliding_window": window, "sliding_layers": (0,)}
+    config = replace(TARGET, **{"num_kv_heads": 4, **sliding})
+    params = target_params(config)
+    stream = documents((5, 9, 3, 17, 1, 12, 7, 20, 6, 8) * 2)
+    windows = Windows(stream, stream, 17, options(batch_size=4, sequence_length=16), segments=True)
+    batch = next(windows.batches(0))
+    assert len(batch) == 3
+    assert all(len(np.unique(row)) > 1 for row in batch[2])
+    model = language_model(config)
+    placement = ONE_DEVICE
+    if strategy == "mesh":
+        placement = TrainingPlacement(training_mesh({"fsdp": 2, "tp": 2}, config), FullyShardedPlan())
+        params = jax.device_put(params, placement.shardings(model.specs))
+    loss = prediction_loss(model, training_operations("float32") if strategy == "here" else PLAIN, placement)
+    found, weight = jax.jit(lambda p, batch: loss(p, None, model.predict(batch, jax.random.key(0))))(params, batch)
+    same = batch[2][:, 1:] == batch[2][:, :-1]
+    assert float(weight) == (batch[1][:, 1:] & same).sum()
+    assert float(found) == pytest.approx(loss_apart(config, target_params(config), batch), rel=1e-5)
+
+
+def test_segments_need_documents_and_attention(tmp_path: Path):
+    stream = documents((40, 60, 80))
+    with pytest.raises(ValueError, match="expected a model without linear attention for --segments, found one with it"):
+        train_lm(HYBRID, stream, stream, options(), tmp_path, silent(), segments=True)
+    with pytest.raises(ValueError, match="expected text whose documents are known for segments, found joined text"):
+        train_lm(TARGET, counting_stream(), stream, options(), tmp_path, silent(), segments=True)
+    apart, joined = (Windows(stream, stream, 17, options(), segments=flag).run_fingerprint() for flag in (True, False))
+    assert apart.pop("segments")
+    assert apart == joined, "checkpoints of runs without segments go on"
+
+
+@pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
+@pytest.mark.parametrize("segments", [False, True])
+def test_no_scores_of_all_pairs_of_positions_are_in_memory(segments: bool):
+    """In the compiled step no array has two dims of the sequence's length, which no other size has."""
+    config = replace(TARGET, head_dim=16)
+    length = 211
+    model = language_model(config)
+    ops = training_operations("float32")
+    chosen = options(sequence_length=length)
+    step = compiled_step(
+        lambda params, _, drawn: model.loss(ops, params, drawn),
+        make_optimizer(chosen, hidden_matrices, ops),
+        draw=lambda _, batch, key: model.predict(batch, key),
+    )
+    params = abstract(model.specs, jnp.float32)
+    state = jax.eval_shape(make_optimizer(chosen, hidden_matrices, ops).init, params)
+    shape = (2, length + 1)
+    batch = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_, jnp.int32)]
+    text = step.lower(params, state, None, batch[: 3 if segments else 2], jax.random.key(0)).compile().as_text()
+    shapes = [found.split(",") for found in re.findall(r"\w+\[([\d,]+)\]", text)]
+    assert any(str(length) in each for each in shapes)
+    assert not [each for each in shapes if each.count(str(length)) > 1]

@@ -29,11 +29,11 @@ from tilewright.train.loop import (
     Task,
     TrainingRun,
     TrainResult,
-    gradient_step,
     keep_better,
     mean_metrics,
     train,
 )
+from tilewright.train.step import train_step
 from tilewright.train.text import TextOptions, make_optimizer, text_metrics
 from train.support import DRAFTER, TARGET, options, random_stream, silent, target_params
 
@@ -45,23 +45,26 @@ def regression(task: str = "regression", seed: Any = 0, score: str | None = None
     chosen = options(**{"learning_rate": 0.05, **changes})
     optimizer = make_optimizer(chosen, is_matrix)
 
-    def loss(params: Any, frozen: Array, batch: Any, key: Array) -> tuple[Array, None]:
+    def draw(frozen: Array, batch: Any, key: Array) -> tuple[Any, Any]:
         x, y = batch
-        noise = 1e-3 * jax.random.normal(key, y.shape)
-        return jnp.mean((x @ params["w"] + params["b"] * frozen + noise - y) ** 2), None
+        return x, y - 1e-3 * jax.random.normal(key, y.shape)
+
+    def loss(params: Any, frozen: Array, drawn: Any) -> tuple[Array, Array]:
+        x, y = drawn
+        return jnp.mean((x @ params["w"] + params["b"] * frozen - y) ** 2), jnp.float32(len(x))
 
     def batch(n: int) -> Any:
         x = np.random.default_rng(n).normal(size=(8, 6)).astype(np.float32)
         return x, x @ WANTED + 1
 
     def evaluate(params: Any, step: int) -> dict[str, Array]:
-        return {"held_out_loss": loss(params, jnp.float32(1), batch(999), jax.random.key(0))[0]}
+        return {"held_out_loss": loss(params, jnp.float32(1), draw(jnp.float32(1), batch(999), jax.random.key(0)))[0]}
 
     def init() -> tuple[Any, Any]:
         params = {"w": jnp.zeros((6, 4)), "b": jnp.zeros(4)}
         return params, optimizer.init(params)
 
-    step = gradient_step(loss, optimizer, jnp.float32(1))
+    step = train_step(loss, optimizer, jnp.float32(1), draw)
     sizes = {"steps": chosen.steps, "evaluate_every": chosen.evaluate_every, "save_every": chosen.save_every}
     return Task(
         "regression",

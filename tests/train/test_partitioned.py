@@ -24,8 +24,7 @@ from tilewright.train.eagle3 import Eagle3Options, train_eagle3
 from tilewright.train.lilicorr import LiLiCorrOptions, train_lilicorr
 from tilewright.train.loop import TrainingRun, TrainResult
 from tilewright.train.mtp import MtpOptions, train_mtp
-from tilewright.train.partitioned import TrainingPlacement
-from tilewright.train.sharded import data_mesh
+from tilewright.train.step import TrainingPlacement, data_mesh
 from train.support import DRAFTER, TARGET, options, random_stream, silent, target_params
 
 DSPARK = DSparkConfig(**{**vars(DRAFTER), "sample_from_anchor": True}, markov_rank=8, candidate_top_k=4)

@@ -19,8 +19,9 @@ from tilewright.models import decoder
 from tilewright.train.checkpoint import named_leaves
 from tilewright.train.drafter import DFlashOptions, Frozen, drafter_loss
 from tilewright.train.lm import next_token_loss, train_lm
-from tilewright.train.text import TextOptions, cast_loss
-from train.support import DRAFTER, TARGET, counting_stream, drafter_params, options, silent, target_params
+from tilewright.train.step import cast_loss
+from tilewright.train.text import TextOptions
+from train.support import DRAFTER, TARGET, counting_stream, drafter_params, drawing, options, silent, target_params
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 TIED = replace(TARGET, num_layers=1)
@@ -83,7 +84,7 @@ def test_a_drafter_and_its_frozen_target_are_multiplied_so_too():
     key = jax.random.key(0)
 
     def loss_of(ops: Operations, params: Any) -> jax.Array:
-        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=2), ops, params, Frozen(target), batch, key)[0]
+        return drawing(drafter_loss)(TARGET, DRAFTER, DFlashOptions(anchors=2), ops, params, Frozen(target), batch, key)[0]
 
     plain, rounded = (jax.jit(jax.grad(partial(loss_of, training_operations(p))))(params) for p in ("float32", "bfloat16"))
     assert_close(plain, rounded)
@@ -111,11 +112,11 @@ def test_a_loss_in_bfloat16_has_float32_gradients_close_to_its_own():
     key = jax.random.key(0)
     rounded = options(compute_dtype="bfloat16")
 
-    def loss(params: Any, frozen: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=2), rounded.ops, params, frozen, batch, key)
+    def loss(params: Any, frozen: Any, drawn: Any) -> tuple[jax.Array, jax.Array]:
+        return drawing(drafter_loss)(TARGET, DRAFTER, DFlashOptions(anchors=2), rounded.ops, params, frozen, *drawn)
 
     def gradient(chosen: TextOptions) -> Any:
-        return jax.jit(jax.grad(lambda p: cast_loss(chosen, loss)(p, Frozen(target), batch, key)[0]))(params)
+        return jax.jit(jax.grad(lambda p: cast_loss(chosen, loss)(p, Frozen(target), (batch, key))[0]))(params)
 
     plain = named_leaves(gradient(options()))
     found = named_leaves(gradient(rounded))

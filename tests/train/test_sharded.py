@@ -16,11 +16,12 @@ from tilewright.kernels.select import PLAIN
 from tilewright.models.experts import Mixture
 from tilewright.parallel.exchanges import FullyShardedPlan, Sublayers
 from tilewright.train.finite import FINITE, NotFiniteTraining, require_finite
-from tilewright.train.lm import hidden_matrices, next_token_loss
-from tilewright.train.loop import WEIGHT, gradient_step
-from tilewright.train.sharded import ShardedSetup, sharded_gradient, sharded_init, sharded_step, training_mesh
+from tilewright.train.lm import hidden_matrices, language_model
+from tilewright.train.loop import WEIGHT
+from tilewright.train.sharded import prediction_loss
+from tilewright.train.step import ONE_DEVICE, TrainingPlacement, initial_state, train_step, training_mesh
 from tilewright.train.text import TextOptions, make_optimizer
-from train.sharded_support import CONFIGS, alone, batch, drawn, equal, over_devices, setup
+from train.sharded_support import CONFIGS, alone, batch, drawn, equal, gradient, over_devices, placed
 from train.support import HYBRID
 
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
@@ -43,7 +44,7 @@ def test_loss_and_every_gradient_equal_those_of_one_device(
         prefetch_distance=Sublayers(shifts[0], shifts[0]), scatter_delay=Sublayers(shifts[1], shifts[1]), scan=scan, remat=remat
     )
     family = ("short" if shifts == (1, 1) else "looped") if scan else "llama"
-    equal(over_devices(setup(family, *mesh, plan), family), family)
+    equal(over_devices(placed(family, *mesh, plan), family), family)
 
 
 RINGS = FullyShardedPlan(weights="ring", gradients="ring", activations="ring")
@@ -88,12 +89,12 @@ FIRST = ("rings, tied head", "halves of their own shifts, biases", "parts of a b
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in OTHERS])
 def test_other_plans_families_and_parts_of_a_batch_give_the_same(name: str):
     family, mesh, plan, accumulate = OTHERS[name]
-    equal(over_devices(setup(family, *mesh, plan, accumulate), family), family)
+    equal(over_devices(placed(family, *mesh, plan), family, accumulate), family)
 
 
 def test_bfloat16_is_near_and_its_gradients_are_float32():
     """Weights, products and the stream in bfloat16, gradients summed in float32, of masters that are float32."""
-    loss, gradient = over_devices(setup("qwen2", 4, 2, FullyShardedPlan(dtype="bfloat16")), "qwen2")
+    loss, gradient = over_devices(placed("qwen2", 4, 2, FullyShardedPlan(dtype="bfloat16")), "qwen2")
     wanted_loss, wanted = alone("qwen2")
     assert float(loss) == pytest.approx(float(wanted_loss), rel=2e-2)
     for ours, plain in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
@@ -105,8 +106,7 @@ def test_bfloat16_is_near_and_its_gradients_are_float32():
 
 def collectives(plan: FullyShardedPlan) -> Counter[tuple[str, str]]:
     """How many of each kind a program of 2 layers has over each axis."""
-    sharded = setup("qwen2", 4, 2, plan)
-    program = str(jax.make_jaxpr(sharded_gradient(sharded))(drawn("qwen2"), *batch()))
+    program = str(jax.make_jaxpr(gradient(placed("qwen2", 4, 2, plan), "qwen2"))(drawn("qwen2"), *batch()))
     return Counter(re.findall(r"(all_gather|reduce_scatter)\[[^]]*?axis_name=\(?'(\w+)'", program))
 
 
@@ -124,26 +124,38 @@ def test_a_scanned_step_has_a_loop_for_each_pass_and_an_unrolled_one_none():
     """Beside that over blocks of the loss."""
 
     def loops(plan: FullyShardedPlan, family: str) -> int:
-        sharded = setup(family, 4, 2, plan)
-        return str(jax.make_jaxpr(sharded_gradient(sharded))(drawn(family), *batch())).count(" scan[")
+        return str(jax.make_jaxpr(gradient(placed(family, 4, 2, plan), family))(drawn(family), *batch())).count(" scan[")
 
     assert loops(FullyShardedPlan(), "short") == 1
     assert loops(FullyShardedPlan(scan=True), "short") == loops(FullyShardedPlan(scan=True), "in turns") == 3
     assert loops(FullyShardedPlan(scan=True), "qwen2") == 1  # too few layers
 
 
+def loss_over(family: str, plan: FullyShardedPlan) -> Any:
+    return prediction_loss(language_model(CONFIGS[family]), PLAIN, placed(family, 4, 2, plan))
+
+
 OPTIONS = TextOptions(steps=50, learning_rate=3e-3, warmup=0.1, clip=0.5, weight_decay=0.1)
 
 
-def curves(optimizer: str, steps: int, sharded: ShardedSetup) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
+def curves(optimizer: str, steps: int, placement: TrainingPlacement) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
     """Losses of steps on a few batches over the mesh and on one device; of each matrix of the state its size and a shard's."""
     made = make_optimizer(TextOptions(**{**vars(OPTIONS), "optimizer": optimizer}), hidden_matrices)
     tokens, in_loss = (np.asarray(each) for each in batch())
     start = drawn("qwen2")
     key = jax.random.key(0)
-    plain = gradient_step(lambda p, _, each, key: next_token_loss(sharded.config, PLAIN, p, *each), made)
-    ours = sharded_step(sharded, made)
-    params, state = sharded_init(sharded, made, lambda: start)()
+    model = language_model(CONFIGS["qwen2"])
+    plain, ours = (
+        train_step(
+            prediction_loss(model, PLAIN, where),
+            made,
+            draw=lambda _, each, key: model.predict(each, key),
+            placement=where,
+            specs=model.specs,
+        )
+        for where in (ONE_DEVICE, placement)
+    )
+    params, state = initial_state(placement, model.specs, made, lambda: start)
     alone_params = jax.tree.map(jnp.copy, start)
     alone_state = made.init(alone_params)
     losses = []
@@ -163,8 +175,7 @@ def curves(optimizer: str, steps: int, sharded: ShardedSetup) -> tuple[np.ndarra
 
 
 def test_steps_follow_those_of_one_device_and_the_state_stays_divided():
-    sharded = setup("qwen2", 4, 2, FullyShardedPlan())
-    ours, wanted, divided = curves("adamw", 3, sharded)
+    ours, wanted, divided = curves("adamw", 3, placed("qwen2", 4, 2, FullyShardedPlan()))
     np.testing.assert_allclose(ours, wanted, rtol=1e-5)
     assert len(divided) == 2 * (2 * 7 + 2)
     assert all(part * 8 == whole for whole, part in divided)
@@ -173,7 +184,7 @@ def test_steps_follow_those_of_one_device_and_the_state_stays_divided():
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_fifty_steps_follow_the_curve_of_one_device(optimizer: str):
-    ours, wanted, _ = curves(optimizer, 50, setup("qwen2", 4, 2, FullyShardedPlan()))
+    ours, wanted, _ = curves(optimizer, 50, placed("qwen2", 4, 2, FullyShardedPlan()))
     assert ours[-1] < 0.8 * ours[0]
     np.testing.assert_allclose(ours, wanted, rtol=1e-3)
 
@@ -182,14 +193,15 @@ def test_fifty_steps_follow_the_curve_of_one_device(optimizer: str):
     ("make", "expected"),
     [
         (
-            lambda: setup("qwen2", 4, 2, FullyShardedPlan(prefetch_distance=Sublayers(1, 3))),
+            lambda: loss_over("qwen2", FullyShardedPlan(prefetch_distance=Sublayers(1, 3))),
             "prefetch distance of mlp from 0 to the 2 layers, found 3",
         ),
         (
-            lambda: setup("qwen2", 4, 2, FullyShardedPlan(scatter_delay=Sublayers(-1, 0))),
+            lambda: loss_over("qwen2", FullyShardedPlan(scatter_delay=Sublayers(-1, 0))),
             "expected the scatter delay of attention from 0 to the 2 layers",
         ),
-        (lambda: setup("qwen2", 4, 2, FullyShardedPlan(), 0), "expected a batch in at least 1 part, found 0"),
+        (lambda: TextOptions(accumulate=0), "expected accumulate above 0, found 0"),
+        (lambda: ONE_DEVICE.check_batch(16, parts=3), "expected a batch that 3 parts divide, found 16"),
         (lambda: training_mesh({"fsdp": 3}, CONFIGS["qwen2"]), "expected fsdp that divides the hidden size 32, found 3"),
         (lambda: training_mesh({"tp": 5}, CONFIGS["qwen2"]), "expected devices that divide 8 heads"),
         (
@@ -197,7 +209,7 @@ def test_fifty_steps_follow_the_curve_of_one_device(optimizer: str):
             "expected devices that divide 8 heads, 64 vocabulary, 4 experts",
         ),
         (
-            lambda: setup("qwen3_moe", 4, 2, FullyShardedPlan(activations="ring")),
+            lambda: loss_over("qwen3_moe", FullyShardedPlan(activations="ring")),
             "expected activations in whole form where experts have a balance loss",
         ),
         (
@@ -205,9 +217,9 @@ def test_fifty_steps_follow_the_curve_of_one_device(optimizer: str):
             "expected devices that divide 4 heads, 24 vocabulary, 32 MLP columns, 4 experts",
         ),
         (lambda: training_mesh({"dp": 2}, CONFIGS["qwen2"]), "expected the axes fsdp and tp, found dp"),
-        (lambda: setup("qwen2", 4, 2, FullyShardedPlan(), 3).check_batch((16, 9)), "that fsdp=4 × 3 parts divide, found 16"),
+        (lambda: placed("qwen2", 4, 2, FullyShardedPlan()).check_batch(16, 8, 3), "that fsdp=4 × 3 parts divide, found 16"),
         (
-            lambda: setup("qwen2", 1, 8, FullyShardedPlan()).check_batch((1, 10)),
+            lambda: placed("qwen2", 1, 8, FullyShardedPlan()).check_batch(1, 9),
             "that tp=8 divides, found 9",
         ),
     ],

@@ -1,6 +1,7 @@
 """Diffusion models over a mesh against a single device: loss and every gradient, of all ways to predict a position."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,11 @@ from tilewright.models.config import MaskedBlocks
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.parallel.exchanges import FullyShardedPlan
 from tilewright.train.block_diffusion import block_denoiser
-from tilewright.train.diffusion import Batch, Denoiser, masked_denoiser
-from tilewright.train.sharded import predicted_gradient
-from train.sharded_support import CONFIGS, drawn, setup, tolerance
+from tilewright.train.diffusion import Batch, masked_denoiser
+from tilewright.train.predictions import Predictor
+from tilewright.train.sharded import prediction_loss
+from tilewright.train.step import accumulated
+from train.sharded_support import CONFIGS, drawn, placed, tolerance
 
 ROWS = 8
 LENGTH = 9
@@ -37,7 +40,7 @@ CASES = {
 }
 
 
-def denoiser(name: str) -> Denoiser:
+def denoiser(name: str) -> Predictor:
     sizes = CONFIGS[CASES[name][0]]
     if "blocks" in name:
         blocks = MaskedBlocks(63, 4, "shifted" in name)
@@ -49,14 +52,21 @@ def denoiser(name: str) -> Denoiser:
 def test_loss_and_every_gradient_equal_those_of_one_device(name: str):
     sizes, mesh, plan = CASES[name]
     model = denoiser(name)
-    over = model.over(replace(setup(sizes, *mesh, plan, 2 if "parts" in name else 1), config=model.sizes))
+    placement = placed(sizes, *mesh, plan)
     params = drawn(sizes)
     key = jax.random.key(3)
-    alone = jax.value_and_grad(lambda p: model.loss(PLAIN, p, Batch(*map(jnp.asarray, batch())), key)[0])
+    loss = prediction_loss(model, PLAIN, placement)
+    alone = jax.value_and_grad(lambda p: model.loss(PLAIN, p, model.predict(Batch(*map(jnp.asarray, batch())), key))[0])
     wanted = jax.jit(alone)(params)
-    found = jax.jit(lambda p, each: predicted_gradient(over)(p, model.predict(each, key)[0]))(
-        jax.device_put(params, over.shardings), batch()
-    )
+
+    @jax.jit
+    def gradient(params: Any, each: Batch) -> Any:
+        parts = 2 if "parts" in name else 1
+        predicted = model.predict(each, key)
+        value, _, found = accumulated(lambda p, drawn: loss(p, None, drawn), params, predicted, parts)
+        return value, found
+
+    found = gradient(jax.device_put(params, placement.shardings(model.specs)), batch())
     share = tolerance(CONFIGS[sizes])
     for ours, one in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         largest = float(jnp.max(jnp.abs(one)))

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 
 from parallel.processes import run_two
+from tilewright.models import decoder
 from tilewright.parallel.exchanges import FullyShardedPlan
 from tilewright.train import checkpoint
-from train.sharded_support import counted, setup
+from train.sharded_support import CONFIGS, counted, placed
 
 
 def test_two_processes_divide_batches_and_write_a_checkpoint_that_one_reads(tmp_path: Path):
@@ -20,7 +21,7 @@ def test_two_processes_divide_batches_and_write_a_checkpoint_that_one_reads(tmp_
     parts = tmp_path / "sharded" / "3" / "state"
     assert {path.name for path in parts.glob("ocdbt.process_*")} == {"ocdbt.process_0", "ocdbt.process_1"}
     whole = counted("qwen2")
-    sharded = setup("qwen2", 8, 1, FullyShardedPlan())
-    found, step, _ = checkpoint.read(tmp_path, jax.device_put(whole, sharded.shardings), {"run": 1})
+    shardings = placed("qwen2", 8, 1, FullyShardedPlan()).shardings(decoder.declare(CONFIGS["qwen2"]))
+    found, step, _ = checkpoint.read(tmp_path, jax.device_put(whole, shardings), {"run": 1})
     assert step == 3
     jax.tree.map(np.testing.assert_array_equal, found, whole)

@@ -20,7 +20,9 @@ from tilewright.models import decoder
 from tilewright.models.params import abstract
 from tilewright.parallel.exchanges import FullyShardedPlan, Sublayers
 from tilewright.perfmodel.schedule import COPY, read_schedule
-from tilewright.train.sharded import ShardedSetup, sharded_gradient, training_mesh
+from tilewright.train.lm import language_model, next_tokens
+from tilewright.train.sharded import prediction_loss
+from tilewright.train.step import TrainingPlacement, training_mesh
 
 pytestmark = pytest.mark.tpu
 
@@ -38,10 +40,14 @@ PLANS = {
 @cache
 def compiled(chip: str, plan: str) -> Compiled:
     mesh = training_mesh({"fsdp": 4, "tp": 2}, CONFIG, tpu_topology(chip).devices)
-    setup = ShardedSetup(CONFIG, PLAIN, mesh, PLANS[plan])
-    params = abstract(decoder.declare(CONFIG), jnp.float32, setup.shardings)
-    batch = [jax.ShapeDtypeStruct(BATCH, dtype, sharding=setup.batch_sharding) for dtype in (jnp.int32, jnp.bool_)]
-    return compile_for(chip, sharded_gradient(setup), params, *batch)
+    placement = TrainingPlacement(mesh, PLANS[plan])
+    loss = prediction_loss(language_model(CONFIG), PLAIN, placement)
+    specs = decoder.declare(CONFIG)
+    params = abstract(specs, jnp.float32, placement.shardings(specs))
+    batch = [jax.ShapeDtypeStruct(BATCH, dtype, sharding=placement.batch_sharding) for dtype in (jnp.int32, jnp.bool_)]
+    return compile_for(
+        chip, jax.value_and_grad(lambda params, *batch: loss(params, None, next_tokens(*batch))[0]), params, *batch
+    )
 
 
 class Travel(NamedTuple):

@@ -22,9 +22,8 @@ from tilewright.train.dspark import DSparkOptions, train_dspark
 from tilewright.train.eagle3 import Eagle3Options, train_eagle3
 from tilewright.train.lilicorr import LiLiCorrOptions, train_lilicorr
 from tilewright.train.mtp import MtpOptions, train_mtp
-from tilewright.train.partitioned import TrainingPlacement
 from tilewright.train.records import Records
-from tilewright.train.sharded import data_mesh
+from tilewright.train.step import TrainingPlacement, data_mesh
 from train.support import DRAFTER, TARGET, counting_stream, drafter_params, options, silent, target_params
 
 TARGET_PARAMS = target_params()

@@ -1,8 +1,8 @@
 """Exposed communication of a train step over a mesh, on absent TPUs.
 
-The step of `train/sharded.py`, including the optimiser, is compiled for a slice with a few layers under several plans, beside
-the same step without ordering tokens and the auto-sharded step (GSPMD, `train/annotated.py`). `perfmodel/timeline.py` estimates
-times. The middle layer of each pass is reported, with all operations that carry its name.
+The step of `train lm`, including the optimiser, is compiled for a slice with a few layers under several plans, beside the same
+step without ordering tokens and the auto-sharded step (GSPMD). `perfmodel/timeline.py` estimates times. The middle layer of
+each pass is reported, with all operations that carry its name.
 """
 
 import re
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tilewright.bench.overlap import STEADY, layer_figures, ratio, slice_of_mesh
 from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
@@ -42,8 +43,11 @@ from tilewright.perfmodel.timeline import (
 )
 from tilewright.perfmodel.timeline_ranges import sweep_timelines
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
-from tilewright.train.annotated import annotated_gradient
-from tilewright.train.sharded import ShardedSetup, jitted_step, sharded_gradient, state_shardings, training_mesh
+from tilewright.train.balance import balanced
+from tilewright.train.lm import language_model
+from tilewright.train.sharded import prediction_loss
+from tilewright.train.step import NOTHING, TrainingPlacement, cast_loss, compiled_step, state_shardings, training_mesh
+from tilewright.train.text import TextOptions
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -122,16 +126,26 @@ class TrainingCase:
     def spec(self) -> TpuChip:
         return calibrated_chip(chip_of(self.chip), self.calibration)
 
-    def setup(self, plan: FullyShardedPlan) -> ShardedSetup:
-        """Returns the sharded setup. Raises a `ValueError` if mesh, model, batch, plan and slice do not fit each other."""
-        config = replace(self.config, num_layers=self.layers)
-        setup = ShardedSetup(config, PLAIN, training_mesh(self.axes, config, tpu_topology(self.chip).devices), plan)
-        setup.check_batch((self.batch, self.length + 1))
-        return setup
+    @property
+    def compiled_config(self) -> DecoderConfig:
+        """Configuration of the layers to compile."""
+        return replace(self.config, num_layers=self.layers)
+
+    @property
+    def mesh(self) -> Mesh:
+        return training_mesh(self.axes, self.compiled_config, tpu_topology(self.chip).devices)
+
+    def placement(self, plan: FullyShardedPlan) -> TrainingPlacement:
+        """Returns mesh and plan. Raises a `ValueError` if mesh, model, batch, plan and slice do not fit each other."""
+        config = self.compiled_config
+        plan.check(config.num_layers, balanced(config) is not None)
+        placement = TrainingPlacement(self.mesh, plan)
+        placement.check_batch(self.batch, self.length)
+        return placement
 
     @cached_property
     def fabric(self) -> Fabric:
-        return calibrated(slice_of_mesh(self.setup(FullyShardedPlan()).mesh, self.hop_us), self.calibration)
+        return calibrated(slice_of_mesh(self.mesh, self.hop_us), self.calibration)
 
     @property
     def least_compute_s(self) -> float:
@@ -238,22 +252,32 @@ def compile_program(case: TrainingCase, name: str, plan: FullyShardedPlan) -> Tr
     """Compiles one step; `ANNOTATED` is the auto-sharded step.
 
     Raises:
-        ValueError: See `TrainingCase.setup`.
+        ValueError: See `TrainingCase.placement`.
     """
-    setup = case.setup(plan)
     started_at = time.perf_counter()
     peer = name == ANNOTATED
-    step = jitted_step(setup, optimizer(), annotated_gradient(setup) if peer else sharded_gradient(setup))
-    params = abstract(decoder.declare(setup.config), jnp.float32, setup.shardings)
+    placement = case.placement(plan)
+    if peer:
+        placement = replace(placement, plan=None, remat=NOTHING)
+    model = language_model(case.compiled_config)
+    loss = prediction_loss(model, PLAIN, placement)
+    if peer:
+        loss = cast_loss(TextOptions(compute_dtype=plan.dtype), loss)
+    step = compiled_step(loss, optimizer(), lambda _, batch, key: model.predict(batch, key), placement, model.specs)
+    params = abstract(model.specs, jnp.float32, placement.shardings(model.specs))
     state = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         jax.eval_shape(optimizer().init, params),
-        state_shardings(setup, optimizer()),
+        state_shardings(placement, model.specs, optimizer()),
     )
     shape = (case.batch, case.length + 1)
-    batch = [jax.ShapeDtypeStruct(shape, dtype, sharding=setup.batch_sharding) for dtype in (jnp.int32, jnp.bool_)]
+    tokens, in_loss = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=placement.batch_sharding) for dtype in (jnp.int32, jnp.bool_)
+    )
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=NamedSharding(case.mesh, PartitionSpec()))
     kind = case.chip.partition(":")[0]
-    found = compile_for(case.chip, step, params, state, *batch, options=FLAGS.get(kind, ASYNC) if peer else None)
+    flags = FLAGS.get(kind, ASYNC) if peer else None
+    found = compile_for(case.chip, step, params, state, None, (tokens, in_loss), key, options=flags)
     compile_s = time.perf_counter() - started_at
     graph = placed(read_schedule(found.hlo, case.spec))
     return TrainingProgram(case, name, plan, found, simulate(graph, case.fabric), compile_s)
@@ -375,10 +399,11 @@ def kept_bytes(program: TrainingProgram) -> int:
     unsharded.
     """
     case = program.case
-    setup = case.setup(program.plan)
+    placement = case.placement(program.plan)
+    layer = decoder.declare(case.compiled_config).layers[0]
     stream = case.batch * case.length * case.config.hidden_size * jnp.dtype(program.plan.dtype).itemsize
     streams = 1 if program.name == ANNOTATED else len(NAMES)
-    shards = shard_entries(decoder.declare(setup.config).layers[0], setup.shardings.layers[0])
+    shards = shard_entries(layer, placement.shardings(layer))
     whole = 0 if gathers_again(program) else shards * case.axes.get("fsdp", 1) * jnp.dtype(program.plan.dtype).itemsize
     return 16 * shards + whole + streams * stream // prod(case.axes.values())
 

@@ -90,7 +90,7 @@ class TrainingInspection(TpuProgramOptions):
         cases = [training.TrainingCase(chip, *shape, fitted) for chip, fitted in self.calibrations(self.chip).items()]
         for case in cases:
             for plan in self.plans().values():
-                case.setup(plan)
+                case.placement(plan)
         return cases
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.cli.common import check_decodes, given, keep_programs, mesh_axes
-from tilewright.cli.options import COMMON, MODEL, changed_options, option_class, settings
+from tilewright.cli.options import COMMON, MODEL, option_class, settings
 from tilewright.cli.outputs import JsonFile, check_output_folder, human_console, progress_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.models import decoder, hub
@@ -30,6 +30,7 @@ from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.parallel.exchanges import FullyShardedPlan, Sublayers
 from tilewright.parallel.mesh import is_first_process
+from tilewright.train.balance import balanced
 from tilewright.train.checkpoint import saved_steps
 from tilewright.train.data import (
     Document,
@@ -45,7 +46,7 @@ from tilewright.train.data import (
 from tilewright.train.grow import grow
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import TrainResult
-from tilewright.train.sharded import ShardedSetup, model_shardings, training_mesh
+from tilewright.train.step import EVERYTHING, NOTHING, Remat, TrainingPlacement, model_shardings, training_mesh
 from tilewright.train.text import TextOptions, require_texts, text_metrics
 
 TEXT = Group("Text", sort_key=3)
@@ -66,12 +67,20 @@ class OptimizerSettings:
         schedule: learning rate after the warm-up; cosine decays to a twentieth of the peak, wsd stays constant and decays
             linearly to 0 at the end. [default: cosine]
         cooldown: share of the steps over which wsd decays; 0 if another run continues from the model. [default: 0.2]
+        warmup: share of the steps over which the learning rate rises. [default: 0.04]
+        weight_decay: decoupled weight decay of matrices, without norms and embeddings. [default: 0.01]
+        clip: largest global norm of a gradient. [default: 1]
+        state_dtype: dtype of the moving averages; bfloat16 halves their memory. [default: float32]
     """
 
     kind: Literal["adamw", "muon"] = "adamw"
     muon_learning_rate: float = 0.02
     schedule: Literal["cosine", "wsd"] = "cosine"
     cooldown: float = 0.2
+    warmup: float = 0.04
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @Parameter(group=TRAINING)
@@ -80,7 +89,7 @@ class LoopOptions:
     """Options of the training loop.
 
     Attributes:
-        steps: number of optimizer steps.
+        steps: number of optimizer steps. An interrupted or finished run can be extended by more.
         batch_size: sequences per step.
         sequence_length: tokens per sequence.
         learning_rate: peak learning rate of AdamW.
@@ -88,8 +97,12 @@ class LoopOptions:
         held_out: share of the documents that is held out for evaluation; a share of less than one document holds out windows.
         evaluate_every: steps between evaluations of the held-out loss.
         save_every: steps between checkpoints.
+        accumulate: parts of a batch that run one after another, which takes less memory; the result is that of the batch at
+            once.
         matmul_dtype: dtype of matrix products. auto takes bfloat16 with float32 sums if the chip has instructions for it,
             else float32. Weights are float32.
+        compute_dtype: dtype of activations, and of weights as forward and backward passes read them. bfloat16 halves the memory
+            traffic of accelerators; stored weights, optimizer state and sums of gradients over devices stay float32.
     """
 
     steps: Annotated[int, Parameter(alias="-n", group=COMMON)] = 1000
@@ -103,7 +116,9 @@ class LoopOptions:
     held_out: Annotated[float, Parameter(group=TEXT)] = 0.02
     evaluate_every: int = 100
     save_every: int = 100
+    accumulate: Annotated[int, Parameter(group=PERFORMANCE)] = 1
     matmul_dtype: Annotated[Literal["auto", "float32", "bfloat16"], Parameter(group=PERFORMANCE)] = "auto"
+    compute_dtype: Annotated[Literal["float32", "bfloat16"], Parameter(group=PERFORMANCE)] = "float32"
 
     def options(self) -> TextOptions:
         """Builds the options of the training loop. Raises a `ValueError` for an option out of its range."""
@@ -267,18 +282,17 @@ class ShardingSettings:
         prefetch_distance: layers between the all-gather of weights and their use; two values are for attention and MLP.
             [default: 1]
         scatter_delay: layers between a gradient and its reduce-scatter; two values are for attention and MLP. [default: 1]
-        remat: gather weights and compute activations again in the backward pass. [default: true]
         scan_layers: run the layers in a loop, which compiles faster. [default: false]
         rings: decompose collectives of weights and activations into hops between neighbours. [default: false]
-        accumulate: number of parts of a batch, which run one after another. [default: 1]
+        strategy: explicit places the collectives as the other settings say; auto leaves them to XLA's partitioner, for
+            comparison. [default: explicit]
     """
 
     prefetch_distance: tuple[int, ...] = (1,)
     scatter_delay: tuple[int, ...] = (1,)
-    remat: bool = True
     scan_layers: bool = False
     rings: bool = False
-    accumulate: int = 1
+    strategy: Literal["explicit", "auto"] = "explicit"
 
 
 @Parameter(group=PERFORMANCE)
@@ -289,15 +303,16 @@ class MeshOptions:
     Attributes:
         mesh: devices along "fsdp", which shards batches and weights, and "tp", which shards layers, such as fsdp=4,tp=2; by
             default one device. A run can resume on another mesh.
-        compute_dtype: dtype of activations, matrix products and gathered weights, with --mesh. Stored weights and sums of
-            gradients are float32.
+        remat: activations of a layer that are saved for the backward pass, by JAX's policies; others are computed again.
+            nothing_saveable also gathers weights again. By default everything_saveable, over a mesh nothing_saveable; explicit
+            collectives have these two.
     """
 
     mesh: Annotated[str | None, Parameter(group=COMMON)] = None
     sharding: Annotated[ShardingSettings, settings(ShardingSettings, "communication and memory, with --mesh")] = (
         ShardingSettings()
     )
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: Remat | None = None
 
     def build_mesh(self, config: DecoderConfig) -> Mesh | None:
         """Builds the mesh for a model; None for one device.
@@ -311,34 +326,40 @@ class MeshOptions:
             raise ValueError(f"expected --mesh for {jax.process_count()} processes, found none")
         return None
 
-    def setup(self, config: DecoderConfig, options: TextOptions) -> ShardedSetup | None:
-        """Plans the training of a model on the mesh; None for one device.
+    def placement(self, config: DecoderConfig, options: TextOptions) -> TrainingPlacement:
+        """Plans the training of a model on the mesh, or on one device.
 
         Raises:
             ValueError: an option does not fit the devices, the model or the batch, or needs a mesh.
         """
         mesh = self.build_mesh(config)
         if mesh is None:
-            if without := changed_options(self):
-                raise ValueError(f"expected --mesh with {', '.join(without)}, found none")
-            return None
+            if self.sharding != ShardingSettings():
+                raise ValueError("expected --mesh with --sharding, found none")
+            return TrainingPlacement(remat=self.remat or EVERYTHING)
         import orbax.checkpoint  # noqa: F401 (reports a missing extra before the training, not at the first checkpoint)
 
         sharding = self.sharding
+        if sharding.strategy == "auto" and sharding != ShardingSettings(strategy="auto"):
+            raise ValueError("expected --sharding strategy=auto without settings of the explicit strategy, found others")
+        remat = self.remat or NOTHING
+        if sharding.strategy == "explicit" and remat not in (EVERYTHING, NOTHING):
+            raise ValueError(f"expected --remat {EVERYTHING} or {NOTHING} with explicit collectives, found {remat}")
         form = "ring" if sharding.rings else "whole"
         plan = FullyShardedPlan(
             parse_sublayers("prefetch_distance", sharding.prefetch_distance),
             parse_sublayers("scatter_delay", sharding.scatter_delay),
-            remat=sharding.remat,
+            remat=remat == NOTHING,
             scan=sharding.scan_layers,
             weights=form,
             gradients=form,
             activations=form,
-            dtype=self.compute_dtype,
+            dtype="bfloat16" if options.compute_dtype == "bfloat16" else "float32",
         )
-        setup = ShardedSetup(config, options.ops, mesh, plan, sharding.accumulate)
-        setup.check_batch((options.batch_size, options.sequence_length + 1))
-        return setup
+        plan.check(config.num_layers, balanced(config) is not None)
+        placement = TrainingPlacement(mesh, plan if sharding.strategy == "explicit" else None, remat)
+        placement.check_batch(options.batch_size, options.sequence_length, options.accumulate)
+        return placement
 
     def metrics(self) -> dict[str, object]:
         """Number of devices and mesh for `--json`; empty for one device."""
@@ -401,6 +422,7 @@ def lm(
     devices: MeshOptions = MeshOptions(),
     dtype: Annotated[Dtype, Parameter(group=MODEL)] = "float32",
     router_aux_loss_coef: Annotated[float | None, Parameter(group=MODEL)] = None,
+    segments: Annotated[bool | None, Parameter(group=TEXT)] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Trains a language model: a new one of Qwen3's architecture, or an existing one.
@@ -413,6 +435,7 @@ def lm(
         start: existing model to train further, with a fresh optimizer: a folder, a Hugging Face id, or "demo".
         tokenizer: folder with a tokenizer.json. By default a byte-level BPE is trained on the data.
         dtype: dtype of the saved model. Training keeps float32 weights.
+        segments: documents of a sequence do not see each other. By default so, except for models with linear attention.
         router_aux_loss_coef: weight of the loss that balances the experts of a mixture, 0 for none; by default the model's.
     """
     console = human_console(json_file)
@@ -436,9 +459,10 @@ def lm(
     encode = partial(encode_documents, bpe, end=end, template=template, other_ends=config.eos_token_ids)
     streams = encode_split(encode, documents, parts, options.sequence_length + 1, loop, console)
     require_texts(streams[0], streams[1], options.sequence_length + 1, options)
-    setup = devices.setup(config, options)
+    placement = devices.placement(config, options)
+    apart = given(segments, config.delta is None)
     save_tokenizer(out, bpe)
-    result = train_lm(config, *streams, options, out / "training", console, initial.params, run_fingerprint, setup)
+    result = train_lm(config, *streams, options, out / "training", console, initial.params, run_fingerprint, placement, apart)
     save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, DTYPES[dtype])
     copy_tokenizer_files(initial.folder, out)
     report(result, out, console, json_file, training_tokens=len(streams[0].tokens), **devices.metrics())

@@ -30,7 +30,7 @@ from tilewright.train.arithmetic import problems
 from tilewright.train.block_diffusion import block_denoiser
 from tilewright.train.data import MASK, Document, end_of_text, train_tokenizer
 from tilewright.train.diffusion import Examples, Pairs, masked_denoiser, train_diffusion
-from tilewright.train.sharded import model_shardings
+from tilewright.train.step import model_shardings
 
 SAMPLE = 2000
 """Arithmetic problems that a new tokenizer is trained on."""
@@ -102,9 +102,9 @@ def diffusion(
         trained, held_out = (encode(part) for part in parts)
     train.print_left_out(left_out, console)
     examples = Examples(bpe, trained, held_out, arithmetic, end, options)
-    setup = devices.setup(model.sizes, options)
+    placement = devices.placement(model.sizes, options)
     train.save_tokenizer(out, bpe)
-    result = train_diffusion(model, examples, out / "training", console, params, {"vocab_size": sizes.bpe_size}, setup)
+    result = train_diffusion(model, examples, out / "training", console, params, {"vocab_size": sizes.bpe_size}, placement)
     save_params(out, model.fields, model.specs, result.params, DTYPES[dtype])
     train.copy_tokenizer_files(folder, out)
     train.report(result, out, console, json_file, training_texts=len(examples.texts.starts), **devices.metrics())

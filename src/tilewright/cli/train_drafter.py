@@ -50,8 +50,7 @@ from tilewright.train.eagle3 import Eagle3Options, default_draft_vocab, train_ea
 from tilewright.train.lilicorr import LiLiCorrOptions, train_lilicorr
 from tilewright.train.loop import TrainResult
 from tilewright.train.mtp import MtpOptions, train_mtp
-from tilewright.train.partitioned import TrainingPlacement
-from tilewright.train.sharded import data_mesh
+from tilewright.train.step import ONE_DEVICE, TrainingPlacement, data_mesh
 from tilewright.train.text import TextOptions
 
 Kind = Literal["dflash", "dflash2", "dspark", "lilicorr", "eagle3", "mtp"]
@@ -266,40 +265,37 @@ def check_keys(option: str, kind: str, values: object, allowed: Mapping[str, tup
 @Parameter(group=PERFORMANCE)
 @option_class
 class DrafterDevices:
-    """Options of devices and dtypes for the training of a drafter.
+    """Options of devices for the training of a drafter.
 
     Attributes:
         mesh: devices along "fsdp" and "tp", which shard batches, drafter and target, such as fsdp=4,tp=2; by default one
             device.
-        compute_dtype: dtype of the forward and backward passes. bfloat16 halves the memory traffic of accelerators; the drafter
-            and its optimizer state stay float32.
         keep_taps: folder that keeps the target's hidden states in bfloat16, so that they are computed once. For whole records
             on one device. A token takes 2 bytes per number of each tapped layer, and of the last layer for dspark, lilicorr,
             eagle3 and mtp.
     """
 
     mesh: Annotated[str | None, Parameter(group=COMMON)] = None
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
     keep_taps: Path | None = None
 
-    def placement(self, writing: bool, batch_size: int) -> TrainingPlacement:
+    def placement(self, writing: bool, options: TextOptions) -> TrainingPlacement:
         """Builds the mesh of `--mesh`.
 
         Args:
             writing: the target writes text first, which needs one device.
-            batch_size: rows of a batch.
+            options: options of the training loop.
 
         Raises:
             ValueError: the mesh does not fit the devices or the batch, or the target writes text.
         """
         if self.mesh is None:
-            return TrainingPlacement()
+            return ONE_DEVICE
         if writing:
             raise ValueError("expected --mesh or text by the target, found both: write the text first, in a run on one device")
         import orbax.checkpoint  # noqa: F401 (see `train.MeshOptions.setup`)
 
         placement = TrainingPlacement(data_mesh(mesh_axes(self.mesh)))
-        placement.check_batch(batch_size)
+        placement.check_batch(options.batch_size, parts=options.accumulate)
         return placement
 
 
@@ -452,13 +448,13 @@ def drafter(
     check_keys("--loss", kind, loss, LOSS)
     if kind in CHAINS and start is not None:
         raise ValueError(f"expected --start with a kind that drafts blocks, found --kind {kind}")
-    options = replace(loop.options(), compute_dtype=devices.compute_dtype)
+    options = loop.options()
     drafter_options = loss.options(kind, devices.keep_taps)
     keep_programs()
     folder = hub.resolve(target, console=progress_console(console), check=load_tokenizer)
     check_decodes(folder)
     tokenizer = load_tokenizer(folder)
-    placement = devices.placement(regenerate.enabled or self_instruct.enabled, options.batch_size)
+    placement = devices.placement(regenerate.enabled or self_instruct.enabled, options)
     loaded = load_decoder(folder, jnp.float32, progress_console(console), placement.shardings)
     check_context(options.sequence_length, loaded[0].max_position_embeddings)
     config = sizes.config(kind, loaded[0], tokenizer)

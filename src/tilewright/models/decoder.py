@@ -664,9 +664,12 @@ def most_likely(
 def causal_attend(
     ops: Operations, projection: Projection, heads: Heads, attn_metadata: Any, kv_cache: Any
 ) -> tuple[Array, None]:
-    """Computes causal self-attention over a whole sequence, for training and as the reference of cached paths."""
+    """Computes causal self-attention over a whole sequence, for training and as the reference of cached paths.
+
+    `attn_metadata` are segment ids `[B, T]`, or None for one segment (see `AttentionMask`).
+    """
     mask = causal_from(jnp.zeros(heads.rope[0].shape[0], jnp.int32), window=heads.window)
-    return ops.attend_projected(ops, projection, heads, None, mask)
+    return ops.attend_projected(ops, projection, heads, None, replace(mask, segment_ids=attn_metadata))
 
 
 def forward_full(

@@ -21,11 +21,11 @@ from tilewright.kernels.masks import AttentionMask, packed
 from tilewright.kernels.operations import Heads, Operations, Projection
 from tilewright.models.config import MaskedBlocks
 from tilewright.models.decoder import DecoderConfig
-from tilewright.train.diffusion import Batch, Denoiser, response_weights
-from tilewright.train.sharded import Predicted
+from tilewright.train.diffusion import Batch, response_weights
+from tilewright.train.predictions import Predicted, Predictor
 
 
-def block_denoiser(config: DecoderConfig) -> Denoiser:
+def block_denoiser(config: DecoderConfig) -> Predictor:
     """Returns a model that denoises blocks. Raises a `ValueError` for a model that does not, or has a window.
 
     The loss is the sum of the cross-entropies of the masked tokens, each divided by the expected share t of its block; and of
@@ -36,7 +36,7 @@ def block_denoiser(config: DecoderConfig) -> Denoiser:
         raise ValueError(f"expected a model whose blocks are denoised, found one of the family {config.family}")
     if any(config.windows):
         raise ValueError("expected a model without sliding windows, found one with them")
-    return Denoiser(
+    return Predictor(
         config=config,
         predict=partial(block_predictions, blocks),
         attend=visible_attend,
@@ -44,8 +44,8 @@ def block_denoiser(config: DecoderConfig) -> Denoiser:
     )
 
 
-def block_predictions(blocks: MaskedBlocks, batch: Batch, key: Array) -> tuple[Predicted, Float[Array, ""]]:
-    """Masks random tokens of the noisy copies; returns the predictions to make, and the weight of all response tokens.
+def block_predictions(blocks: MaskedBlocks, batch: Batch, key: Array) -> Predicted:
+    """Masks random tokens of the noisy copies; returns the predictions, whose counts are the weights of response tokens.
 
     Inputs are the clean copy and behind it the noisy one, `[B, 2 L]`. Prompts are never masked. The expected share t of masked
     tokens of a block is uniform from 1 / T to 1, evenly spread over the rows of the batch.
@@ -65,19 +65,18 @@ def block_predictions(blocks: MaskedBlocks, batch: Batch, key: Array) -> tuple[P
     least = 1 / blocks.length
     t = jnp.take_along_axis(least + (1 - least) * spread, block, axis=1)
     weights = response_weights(batch)
-    total = jnp.maximum(jnp.sum(weights), 1.0)
     masked = (weights > 0) & ~is_decoded & (jax.random.uniform(for_mask, (rows, length)) < t)
     noisy = jnp.where(masked, blocks.mask_token_id, batch.tokens)
 
     def ahead(x: Array) -> Array:
         return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
 
-    denoised = jnp.where(masked, weights / t, 0.0) / total
+    denoised = jnp.where(masked, weights / t, 0.0)
     denoised_labels = batch.tokens
     if blocks.shifted:
         denoised = ahead(denoised)
         denoised_labels = ahead(denoised_labels)
-    decoded = ahead(weights) / total if blocks.causal else jnp.zeros_like(weights)
+    decoded = ahead(weights) if blocks.causal else jnp.zeros_like(weights)
 
     sees_clean = jnp.broadcast_to(place <= place[:, None], (rows, length, length))
     if not blocks.causal:
@@ -90,9 +89,10 @@ def block_predictions(blocks: MaskedBlocks, batch: Batch, key: Array) -> tuple[P
         inputs=jnp.concatenate([batch.tokens, noisy], axis=1),
         labels=jnp.concatenate([ahead(batch.tokens), denoised_labels], axis=1),
         weights=jnp.concatenate([decoded, denoised], axis=1),
+        counts=jnp.sum(weights, axis=1),
         attn_metadata=packed(jnp.concatenate([clean_rows, noisy_rows], axis=1)),
         positions=jnp.broadcast_to(jnp.concatenate([place, place]), (rows, 2 * length)),
-    ), total
+    )
 
 
 def visible_attend(

@@ -24,7 +24,7 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenSource
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.partitioned import TrainingPlacement, partitioned_task
+from tilewright.train.step import Objective, TrainingPlacement, make_task
 from tilewright.train.taps import batches_with_states, tapped_layers
 from tilewright.train.text import TextOptions
 
@@ -256,15 +256,15 @@ def train_chain(
     if options.sequence_length <= size:
         raise ValueError(f"expected a sequence length above the block size {size}, found {options.sequence_length}")
 
-    def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
+    def loss(params: Any, frozen: Any, batch: Any) -> tuple[Array, Array]:
         return chain_loss(kind, chain_options.decay, params, frozen, batch)
 
     settings = {**settings, "target": fingerprint(target_params)}
     tapped = tapped_layers(target, kind.config.target_layer_ids, whole=True)
     states = (chain_options.keep_taps, target, target_params, tapped, settings["target"], placement.mesh is not None)
     windows = batches_with_states(stream, held_out, options, *states)
-    task = partitioned_task(kind.title, windows, settings, loss, frozen, init, kind.specs, kind.is_hidden_matrix, placement)
-    result = train(task, console, out)
+    objective = Objective(kind.title, kind.specs, kind.is_hidden_matrix, loss, frozen=frozen)
+    result = train(make_task(objective, init, windows, settings, placement), console, out)
     agree = jax.jit(partial(chain_agreement, kind))
     counts = [agree(result.params, frozen, batch) for batch in windows.held_out_batches()]
     hits, totals = (np.sum([np.asarray(part[n]) for part in counts], axis=0) for n in range(2))

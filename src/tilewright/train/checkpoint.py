@@ -133,8 +133,14 @@ def load(path: Path, like: Any, run_fingerprint: Mapping[str, Any]) -> Saved:
 
 
 def require_same_run(path: Path, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` that lists the differences between the run of a checkpoint and the run that resumes."""
-    if differs := differing(saved, expected):
+    """Raises a `ValueError` that lists the differences between the run of a checkpoint and the run that resumes.
+
+    More steps than the checkpoint's extend its run.
+    """
+    differs = differing(saved, expected)
+    if "steps" in differs and None not in differs["steps"] and differs["steps"][0] < differs["steps"][1]:
+        del differs["steps"]
+    if differs:
         differences = "; ".join(f"{name}: checkpoint {was!r}, now {now!r}" for name, (was, now) in differs.items())
         raise ValueError(f"{path} belongs to another run ({differences}); name another --out, or pass the same options")
 

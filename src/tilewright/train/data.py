@@ -338,14 +338,16 @@ class TokenStream:
     Attributes:
         tokens: token ids, int32 `[n]`.
         in_loss: mask of the tokens in the loss, bool `[n]`; False for prompts.
+        documents: number of each token's document, int32 `[n]`; None if it is not known.
     """
 
     tokens: np.ndarray
     in_loss: np.ndarray
+    documents: np.ndarray | None = None
 
     def windows(
-        self, length: int, batch: int, seed: int, epoch: int, rows: Int[np.ndarray, " R"] | None = None
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        self, length: int, batch: int, seed: int, epoch: int, rows: Int[np.ndarray, " R"] | None = None, segments: bool = False
+    ) -> Iterator[tuple[np.ndarray, ...]]:
         """Yields batches `[batch, length]` of tokens and loss mask that cover the stream once, in random order.
 
         Each epoch cuts the stream at another random offset, and drops the windows that do not fill a batch.
@@ -356,6 +358,7 @@ class TokenStream:
             seed: seed of the order.
             epoch: number of the epoch.
             rows: rows of each batch to return; by default all.
+            segments: also yield the number of each token's document.
         """
         rng = np.random.default_rng((seed, epoch))
         spare = len(self.tokens) - length
@@ -363,8 +366,7 @@ class TokenStream:
         starts = rng.permutation(starts)
         for first in range(0, len(starts) - batch + 1, batch):
             chosen = starts[first : first + batch]
-            index = (chosen if rows is None else chosen[rows])[:, None] + np.arange(length)
-            yield self.tokens[index], self.in_loss[index]
+            yield self.rows(chosen if rows is None else chosen[rows], length, segments)
 
     def starts_in_loss(self, length: int) -> np.ndarray:
         """Returns the starts of the consecutive windows that have a token in the loss after their first position."""
@@ -373,8 +375,8 @@ class TokenStream:
         return np.unique(np.flatnonzero(predicted) // length) * length
 
     def padded_windows(
-        self, length: int, batch: int, seed: int, rows: Int[np.ndarray, " R"] | None = None
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        self, length: int, batch: int, seed: int, rows: Int[np.ndarray, " R"] | None = None, segments: bool = False
+    ) -> Iterator[tuple[np.ndarray, ...]]:
         """Yields batches `[batch, length]` of the windows of `starts_in_loss`, each once; see `windows` for the arguments.
 
         Padding rows and padding at the ends of rows are not in the loss.
@@ -384,10 +386,19 @@ class TokenStream:
         for first in range(0, len(starts), batch):
             chosen = np.full(batch, size)
             chosen[: len(starts) - first] = starts[first : first + batch]
-            index = (chosen if rows is None else chosen[rows])[:, None] + np.arange(length)
-            inside = index < size
-            index = np.minimum(index, size - 1)
-            yield np.where(inside, self.tokens[index], 0), inside & self.in_loss[index]
+            yield self.rows(chosen if rows is None else chosen[rows], length, segments)
+
+    def rows(self, starts: Int[np.ndarray, " B"], length: int, segments: bool) -> tuple[np.ndarray, ...]:
+        """Returns the windows at these starts; padding behind the end of the stream is not in the loss."""
+        index = starts[:, None] + np.arange(length)
+        inside = index < len(self.tokens)
+        index = np.minimum(index, len(self.tokens) - 1)
+        found = np.where(inside, self.tokens[index], 0), inside & self.in_loss[index]
+        if not segments:
+            return found
+        if self.documents is None:
+            raise ValueError("expected text whose documents are known for segments, found joined text")
+        return *found, self.documents[index]
 
     def steps_per_epoch(self, length: int, batch: int) -> int:
         """Returns the smallest number of batches per epoch; the offset of an epoch may allow one more window."""
@@ -539,7 +550,8 @@ def encode_documents(
     ]
     tokens = [token for ids, _ in sequences for token in ids]
     flags = [in_loss for _, in_losses in sequences for in_loss in in_losses]
-    return TokenStream(np.asarray(tokens, np.int32), np.asarray(flags, bool))
+    documents_of = np.repeat(np.arange(len(sequences), dtype=np.int32), [len(ids) for ids, _ in sequences])
+    return TokenStream(np.asarray(tokens, np.int32), np.asarray(flags, bool), documents_of)
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
@@ -622,7 +634,9 @@ def split_windows(stream: TokenStream, length: int, held_out: float, seed: int) 
     chosen = starts[choose_some(starts, held_out, seed, f"windows of {length} tokens in a text of {len(stream.tokens)}")]
     is_held_out = np.isin(windows, chosen // length)
     behind_gap = np.concatenate([[False], is_held_out[:-1]])
-    return (
-        TokenStream(stream.tokens[~is_held_out], (stream.in_loss & ~behind_gap)[~is_held_out]),
-        TokenStream(stream.tokens[is_held_out], stream.in_loss[is_held_out]),
-    )
+    numbers = stream.documents
+
+    def part(kept: np.ndarray, in_loss: np.ndarray) -> TokenStream:
+        return TokenStream(stream.tokens[kept], in_loss[kept], None if numbers is None else numbers[kept])
+
+    return part(~is_held_out, stream.in_loss & ~behind_gap), part(is_held_out, stream.in_loss)

@@ -30,13 +30,12 @@ from tilewright.train.drafter import (
     BlockKind,
     DFlashOptions,
     Frozen,
-    draw_blocks,
     run_blocks,
     train_blocks,
     weighted_nll,
 )
 from tilewright.train.loop import TrainResult
-from tilewright.train.partitioned import TrainingPlacement
+from tilewright.train.step import ONE_DEVICE, TrainingPlacement
 from tilewright.train.text import TextOptions
 
 
@@ -94,10 +93,9 @@ def drafter_losses(
     params: DFlash2Params,
     frozen: Frozen,
     batch: Sequence[Array],
-    key: Array,
+    blocks: AnchorBlocks,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Computes the backbone's loss and the selector's loss in nats, and the sum of the slot weights."""
-    blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
     run = partial(convolution.run_block, config, ops, params)
     arguments = (frozen.params, params.backbone, run, batch, blocks.anchors, config.windows)
     hidden = run_blocks(target, config, ops, *arguments).hidden
@@ -130,13 +128,13 @@ def train_dflash2(
     out: Path,
     console: Console,
     start: DFlash2Params | None = None,
-    placement: TrainingPlacement = TrainingPlacement(),
+    placement: TrainingPlacement = ONE_DEVICE,
 ) -> TrainResult:
     """Trains a DFlash 2 drafter; see `drafter.train_drafter`. The loss is backbone + `selector_weight` × selector."""
     ops = placement.ops(options)
 
-    def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        backbone, selector, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
+    def loss(params: Any, frozen: Any, drawn: Any) -> tuple[Array, Array]:
+        backbone, selector, total = drafter_losses(target, config, drafter_options, ops, params, frozen, *drawn)
         return backbone + drafter_options.selector_weight * selector, total
 
     kind = BlockKind(

@@ -4,8 +4,8 @@ Sources: LLaDA (arXiv 2502.09992) §2.2-2.3; evenly spread t over a batch: Kingm
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice, pairwise
 from pathlib import Path
@@ -20,20 +20,18 @@ from jaxtyping import Float, Int
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.kernels.operations import Operations
 from tilewright.models import decoder, diffusion
 from tilewright.models.chat import ChatTemplate
-from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
-from tilewright.models.params import initialise
 from tilewright.train.arithmetic import LONGEST, Problem, problems
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import Document, choose_some, encode_each, special_tokens_as_text
-from tilewright.train.flops import token_flops
-from tilewright.train.lm import hidden_matrices
-from tilewright.train.loop import TrainResult, train
-from tilewright.train.sharded import Predicted, ShardedSetup, over_mesh, place_batch, sharded_loss
-from tilewright.train.text import TextOptions, make_optimizer, text_task
+from tilewright.train.lm import train_predictor
+from tilewright.train.loop import TrainResult
+from tilewright.train.predictions import Predicted, Predictor
+from tilewright.train.step import ONE_DEVICE, TrainingPlacement
+from tilewright.train.text import TextOptions
 
 LEAST_MASKED = 1e-3
 """Smallest expected share of masked tokens in a sequence; a masked token is weighted by the inverse of the share."""
@@ -58,62 +56,13 @@ class Batch(NamedTuple):
     valid: Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class Denoiser:
-    """Model that learns to denoise: its layers, their attention, and the predictions that it learns from.
-
-    Attributes:
-        config: its configuration.
-        predict: masks tokens of a batch; returns the predictions to make, and the weight of all response tokens.
-        attend: attention, whose metadata are those of the predictions.
-        predicting: maps hidden states `[B, T, H]` to the states that predict each position; None for the identity.
-        copies: number of times that the layers run over each token of a batch.
-    """
-
-    config: DiffusionConfig | DecoderConfig
-    predict: Callable[[Batch, Array], tuple[Predicted, Array]]
-    attend: decoder.Attend
-    predicting: Callable[[Array], Array] | None = None
-    copies: int = 1
-
-    @property
-    def sizes(self) -> DecoderConfig:
-        """Configuration of its layers."""
-        return self.config.decoder if isinstance(self.config, DiffusionConfig) else self.config
-
-    @property
-    def specs(self) -> DecoderParams:
-        """Declared arrays."""
-        return diffusion.declare(self.config) if isinstance(self.config, DiffusionConfig) else decoder.declare(self.config)
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Its `config.json`."""
-        if isinstance(self.config, DiffusionConfig):
-            return diffusion.config_to_hf(self.config)
-        return decoder.config_to_hf(self.config)
-
-    def loss(self, ops: Operations, params: DecoderParams, batch: Batch, key: Array) -> tuple[Float[Array, ""], Array]:
-        """Computes the loss of a batch in nats, and the weight of all response tokens."""
-        predicted, total = self.predict(batch, key)
-        run = partial(decoder.forward, self.sizes, ops, params)
-        hidden = run(predicted.inputs, predicted.places, self.attend, predicted.attn_metadata).hidden
-        if self.predicting is not None:
-            hidden = self.predicting(hidden)
-        return decoder.cross_entropy(self.sizes, ops, params, hidden, predicted.labels, predicted.weights), total
-
-    def over(self, setup: ShardedSetup) -> ShardedSetup:
-        """Returns the setup with this model's attention and predictions."""
-        return replace(setup, attend=self.attend, predicting=self.predicting)
-
-
-def masked_denoiser(config: DiffusionConfig) -> Denoiser:
+def masked_denoiser(config: DiffusionConfig) -> Predictor:
     """Returns a LLaDA or Dream model, whose tokens all see each other.
 
     The loss is the sum of the cross-entropies of the masked tokens, each divided by the expected share t of its row, over the
     weight of all response tokens. It bounds the negative log-likelihood of the responses.
     """
-    return Denoiser(
+    return Predictor(
         config=config,
         predict=partial(masked_tokens, config.mask_token_id),
         attend=cast(decoder.Attend, diffusion.bidirectional_attend),
@@ -128,8 +77,8 @@ def response_weights(batch: Batch) -> Float[Array, "B L"]:
     return jnp.where(batch.first[:, None] <= place, weights, 0.0)
 
 
-def masked_tokens(mask_token_id: int, batch: Batch, key: Array) -> tuple[Predicted, Float[Array, ""]]:
-    """Masks random tokens of the responses; returns the predictions to make, and the weight of all response tokens.
+def masked_tokens(mask_token_id: int, batch: Batch, key: Array) -> Predicted:
+    """Masks random tokens of the responses; returns the predictions, whose counts are the weights of response tokens.
 
     The expected share t of masked tokens of a row is uniform from 0 to 1, evenly spread over the rows of the batch. Prompts are
     never masked.
@@ -140,9 +89,9 @@ def masked_tokens(mask_token_id: int, batch: Batch, key: Array) -> tuple[Predict
     t = (LEAST_MASKED + (1 - LEAST_MASKED) * spread)[:, None]
     weights = jnp.where(jnp.arange(length) < batch.valid[:, None], response_weights(batch), 0.0)
     masked = (weights > 0) & (jax.random.uniform(for_mask, (rows, length)) < t)
-    total = jnp.sum(weights)
-    masked_weights = jnp.where(masked, weights / t, 0.0) / jnp.maximum(total, 1.0)
-    return Predicted(jnp.where(masked, mask_token_id, batch.tokens), batch.tokens, masked_weights, batch.valid), total
+    masked_weights = jnp.where(masked, weights / t, 0.0)
+    inputs = jnp.where(masked, mask_token_id, batch.tokens)
+    return Predicted(inputs, batch.tokens, masked_weights, jnp.sum(weights, axis=1), batch.valid)
 
 
 def cut_text(tokenizer: Tokenizer, text: str, size: int) -> list[str]:
@@ -359,47 +308,14 @@ class Examples:
 
 
 def train_diffusion(
-    model: Denoiser,
+    model: Predictor,
     examples: Examples,
     out: Path,
     console: Console,
     start: DecoderParams | None = None,
     run_fingerprint: Mapping[str, Any] = MappingProxyType({}),
-    setup: ShardedSetup | None = None,
+    placement: TrainingPlacement = ONE_DEVICE,
 ) -> TrainResult:
-    """Trains a diffusion language model; see `loop.train` for checkpoints and resumption.
-
-    Args:
-        model: the model, and what it learns from.
-        examples: batches.
-        out: folder for checkpoints.
-        console: console for progress.
-        start: float32 parameters to start from; by default random ones. Parameters that are already sharded over the mesh are
-            DONATED.
-        run_fingerprint: further settings that a checkpoint must match.
-        setup: mesh and plan; by default one device.
-    """
-    options = examples.options
-    over = None if setup is None else model.over(setup)
-
-    def loss(params: Any, frozen: None, batch: Any, key: Array) -> tuple[Array, Array]:
-        if over is None:
-            return model.loss(options.ops, params, batch, key)
-        predicted, total = model.predict(batch, key)
-        return sharded_loss(over)(params, predicted), total
-
-    def init() -> DecoderParams:
-        if start is not None:
-            return start
-        shardings = None if over is None else over.shardings
-        return initialise(model.specs, jax.random.key(options.seed), shardings=shardings)
-
-    settings = {"config": asdict(model.config), "start": None if start is None else fingerprint(start), **run_fingerprint}
-    flops = model.copies * token_flops(model.sizes, model.copies * options.sequence_length)
-    task = partial(text_task, "diffusion model", loss, init, hidden_matrices, flops=flops)
-    if over is None:
-        return train(task(examples, settings), console, out)
-    local = replace(examples, rows=over.local_rows(options.batch_size))
-    optimizer = make_optimizer(options, hidden_matrices)
-    single = task(local, settings, place=partial(place_batch, over))
-    return train(over_mesh(single, over, optimizer, init, model.predict), console, out)
+    """Trains a diffusion language model on examples; see `lm.train_predictor` for the arguments."""
+    local = replace(examples, rows=placement.local_rows(examples.options.batch_size))
+    return train_predictor("diffusion model", model, local, out, console, start, run_fingerprint, placement)

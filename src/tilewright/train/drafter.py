@@ -32,9 +32,9 @@ from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenSource, frequent_tokens
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.partitioned import TrainingPlacement, partitioned_task
+from tilewright.train.step import ONE_DEVICE, Loss, Objective, TrainingPlacement, make_task
 from tilewright.train.taps import batches_with_states, tapped_layers, target_states
-from tilewright.train.text import Loss, TextOptions
+from tilewright.train.text import TextOptions
 
 
 @dataclass(frozen=True)
@@ -310,10 +310,9 @@ def drafter_loss(
     params: DFlashParams,
     frozen: Frozen,
     batch: Sequence[Array],
-    key: Array,
+    blocks: AnchorBlocks,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Computes the weighted mean cross-entropy in nats over the slots of random blocks, and the sum of the weights."""
-    blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
+    """Computes the weighted mean cross-entropy in nats over the slots of drawn blocks, and the sum of the weights."""
     logits = draft_logits(target, config, ops, frozen, params, batch, blocks.anchors)
     return weighted_nll(logits, blocks, options.dpace)
 
@@ -365,7 +364,7 @@ def train_drafter(
     out: Path,
     console: Console,
     start: DFlashParams | None = None,
-    placement: TrainingPlacement = TrainingPlacement(),
+    placement: TrainingPlacement = ONE_DEVICE,
 ) -> TrainResult:
     """Trains a DFlash drafter with `drafter_loss`.
 
@@ -387,7 +386,11 @@ def train_drafter(
     def fresh(key: Array) -> DFlashParams:
         return warm_start(target, config, target_params, initialise(dflash.declare(config), key))
 
-    loss = partial(drafter_loss, target, config, drafter_options, placement.ops(options))
+    ops = placement.ops(options)
+
+    def loss(params: Any, frozen: Any, drawn: Any) -> tuple[Array, Array]:
+        return drafter_loss(target, config, drafter_options, ops, params, frozen, *drawn)
+
     kind = BlockKind("DFlash drafter", dflash.declare(config), hidden_matrices, loss, fresh)
     arguments = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, placement)
     return train_blocks(kind, *arguments)
@@ -401,7 +404,7 @@ class BlockKind:
         title: title of the progress bar.
         specs: declaration of the parameters.
         is_hidden_matrix: see `text.make_optimizer`.
-        loss: see `text.Loss`; `frozen` is a `Frozen`.
+        loss: see `step.Loss`; `frozen` is a `Frozen`, and drawn are the batch and its `AnchorBlocks`.
         fresh: initialises parameters from a key.
         whole: True if the loss reads the output of the target's last layer.
     """
@@ -442,9 +445,12 @@ def train_blocks(
     target_arguments = (target, target_params, tapped_layers(target, config.target_layer_ids, kind.whole), settings["target"])
     state_arguments = (drafter_options.keep_taps, *target_arguments, placement.mesh is not None)
     batches = batches_with_states(stream, held_out, options, *state_arguments)
-    model_arguments = (init, kind.specs, kind.is_hidden_matrix, placement)
-    task = partitioned_task(kind.title, batches, settings, kind.loss, frozen, *model_arguments)
-    result = train(task, console, out)
+
+    def draw(frozen: Frozen, batch: Any, key: Array) -> tuple[Any, AnchorBlocks]:
+        return batch, draw_blocks(target, config, drafter_options, batch, key, frozen.vocab)
+
+    objective = Objective(kind.title, kind.specs, kind.is_hidden_matrix, kind.loss, draw, frozen)
+    result = train(make_task(objective, init, batches, settings, placement), console, out)
     return replace(result, params=dflash.with_vocab(result.params, frozen.vocab))
 
 

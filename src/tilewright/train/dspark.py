@@ -27,10 +27,10 @@ from tilewright.models.params import initialise
 from tilewright.train import drafter
 from tilewright.train.data import TokenSource
 from tilewright.train.drafter import (
+    AnchorBlocks,
     BlockKind,
     DFlashOptions,
     Frozen,
-    draw_blocks,
     gather_slots,
     run_blocks,
     slot_nll,
@@ -39,7 +39,7 @@ from tilewright.train.drafter import (
     weighted_mean,
 )
 from tilewright.train.loop import TrainResult
-from tilewright.train.partitioned import TrainingPlacement
+from tilewright.train.step import ONE_DEVICE, TrainingPlacement
 from tilewright.train.text import TextOptions
 
 
@@ -67,13 +67,12 @@ def drafter_losses(
     params: DSparkParams,
     frozen: Frozen,
     batch: Sequence[Array],
-    key: Array,
+    blocks: AnchorBlocks,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Computes the weighted mean cross-entropy in nats, the weighted mean L1 distance, and the sum of the slot weights.
 
     The distance is 0 if its weight is 0. Both distributions are over the draft vocabulary.
     """
-    blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
     run = partial(dflash.run_block, config, ops)
     arguments = (params.backbone, partial(run, params.backbone), batch, blocks.anchors, (None,) * config.num_layers)
     drafted = run_blocks(target, config, ops, frozen.params, *arguments, whole=options.l1_weight > 0)
@@ -108,14 +107,14 @@ def train_dspark(
     out: Path,
     console: Console,
     start: DSparkParams | None = None,
-    placement: TrainingPlacement = TrainingPlacement(),
+    placement: TrainingPlacement = ONE_DEVICE,
 ) -> TrainResult:
     """Trains a DSpark drafter; see `drafter.train_drafter`. `l1_weight` weighs the losses of `drafter_losses`."""
     ops = placement.ops(options)
     share = drafter_options.l1_weight
 
-    def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        nll, distance, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
+    def loss(params: Any, frozen: Any, drawn: Any) -> tuple[Array, Array]:
+        nll, distance, total = drafter_losses(target, config, drafter_options, ops, params, frozen, *drawn)
         return (1 - share) * nll + share * distance, total
 
     def fresh(key: Array) -> DSparkParams:

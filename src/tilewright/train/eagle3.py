@@ -19,7 +19,7 @@ from tilewright.models.params import initialise
 from tilewright.train.chain import ChainKind, ChainOptions, Teacher, chain_attention, end_token, following, train_chain
 from tilewright.train.data import TokenSource, frequent_tokens
 from tilewright.train.loop import TrainResult
-from tilewright.train.partitioned import TrainingPlacement
+from tilewright.train.step import ONE_DEVICE, TrainingPlacement
 from tilewright.train.taps import target_states
 from tilewright.train.text import TextOptions
 
@@ -127,7 +127,7 @@ def train_eagle3(
     eagle3_options: Eagle3Options,
     out: Path,
     console: Console,
-    placement: TrainingPlacement = TrainingPlacement(),
+    placement: TrainingPlacement = ONE_DEVICE,
 ) -> tuple[TrainResult, list[float]]:
     """Trains an EAGLE-3 drafter with `chain.chain_loss`.
 

@@ -35,7 +35,6 @@ from tilewright.train.drafter import (
     DFlashOptions,
     DraftedStates,
     Frozen,
-    draw_blocks,
     gather_slots,
     run_blocks,
     slot_nll,
@@ -44,7 +43,7 @@ from tilewright.train.drafter import (
     weighted_nll,
 )
 from tilewright.train.loop import TrainResult
-from tilewright.train.partitioned import TrainingPlacement
+from tilewright.train.step import ONE_DEVICE, TrainingPlacement
 from tilewright.train.text import TextOptions
 
 
@@ -136,13 +135,12 @@ def drafter_losses(
     params: LiLiCorrParams,
     frozen: Frozen,
     batch: Sequence[Array],
-    key: Array,
+    blocks: AnchorBlocks,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Computes the backbone's loss, the two losses of `lattice_losses`, and the sum of the slot weights.
 
     The penalty is 0 if its weight is 0.
     """
-    blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
     run = partial(lilicorr.run_block, config, ops)
     arguments = (params.backbone, partial(run, params), batch, blocks.anchors, (None,) * config.num_layers)
     drafted = run_blocks(target, config, ops, frozen.params, *arguments, whole=options.penalty_weight > 0)
@@ -173,16 +171,14 @@ def train_lilicorr(
     out: Path,
     console: Console,
     start: LiLiCorrParams | None = None,
-    placement: TrainingPlacement = TrainingPlacement(),
+    placement: TrainingPlacement = ONE_DEVICE,
 ) -> TrainResult:
     """Trains a LiLiCorr drafter; see `drafter.train_drafter`. The loss is the weighted sum of `drafter_losses`."""
     ops = placement.ops(options)
     weights = (drafter_options.lattice_weight, drafter_options.penalty_weight)
 
-    def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        backbone, cross_entropy, penalty, total = drafter_losses(
-            target, config, drafter_options, ops, params, frozen, batch, key
-        )
+    def loss(params: Any, frozen: Any, drawn: Any) -> tuple[Array, Array]:
+        backbone, cross_entropy, penalty, total = drafter_losses(target, config, drafter_options, ops, params, frozen, *drawn)
         return backbone + weights[0] * cross_entropy + weights[1] * penalty, total
 
     kind = BlockKind(

@@ -1,8 +1,7 @@
-"""Next-token training of a decoder language model."""
+"""Training of models that predict tokens, and next-token training of decoder language models."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,28 +16,40 @@ from tilewright.kernels.operations import Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams, Layer
 from tilewright.models.params import initialise
-from tilewright.train.balance import Loads
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenStream
 from tilewright.train.flops import token_flops
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.sharded import ShardedSetup, next_tokens, over_mesh, place_batch, sharded_loss
-from tilewright.train.text import Loss, TextOptions, Windows, make_optimizer, text_task
+from tilewright.train.predictions import Predicted, Predictor
+from tilewright.train.sharded import prediction_loss
+from tilewright.train.step import ONE_DEVICE, Objective, TrainingPlacement, make_task
+from tilewright.train.text import Batches, TextOptions, Windows
+
+
+def next_tokens(
+    tokens: Int[Array, "B T1"], in_loss: Bool[Array, "B T1"], segments: Int[Array, "B T1"] | None = None
+) -> Predicted:
+    """Returns next-token predictions of the tokens in the loss.
+
+    With the number of each token's segment, segments do not see each other, and their first tokens are not predicted.
+    """
+    weights = in_loss[:, 1:].astype(jnp.float32)
+    if segments is None:
+        return Predicted(tokens[:, :-1], tokens[:, 1:], weights, jnp.sum(weights, axis=1))
+    weights = jnp.where(segments[:, 1:] == segments[:, :-1], weights, 0.0)
+    return Predicted(tokens[:, :-1], tokens[:, 1:], weights, jnp.sum(weights, axis=1), segments[:, :-1])
+
+
+def language_model(config: DecoderConfig) -> Predictor:
+    """Returns a decoder that learns to predict the next token."""
+    return Predictor(config=config, predict=lambda batch, key: next_tokens(*batch), attend=decoder.causal_attend)
 
 
 def next_token_loss(
     config: DecoderConfig, ops: Operations, params: DecoderParams, tokens: Int[Array, "B T"], in_loss: Bool[Array, "B T"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Computes the mean next-token cross-entropy in nats, and the number of predicted tokens.
-
-    For a mixture of experts the loss includes the weighted balancing loss over all positions.
-    """
-    loads = Loads(config, ops)
-    hidden = decoder.forward_full(config, loads.ops, params, tokens[:, :-1]).hidden
-    weights = in_loss[:, 1:].astype(jnp.float32)
-    total = jnp.sum(weights)
-    loss = decoder.cross_entropy(config, ops, params, hidden, tokens[:, 1:], weights) / jnp.maximum(total, 1.0)
-    return loss + loads.loss(), total
+    """Computes the mean next-token cross-entropy in nats, and the number of predicted tokens; see `Predictor.loss`."""
+    return language_model(config).loss(ops, params, next_tokens(tokens, in_loss))
 
 
 def hidden_matrices(params: DecoderParams) -> DecoderParams:
@@ -56,17 +67,51 @@ def exclude_biases(flags: Layer) -> Layer:
     return replace(flags, router=replace(router, expert_bias=(False, False)))
 
 
-def batch_loss(config: DecoderConfig, ops: Operations, setup: ShardedSetup | None) -> Loss:
-    """Returns the loss of a batch for `text_task`, on one device or over a mesh."""
+def train_predictor(
+    title: str,
+    model: Predictor,
+    windows: Batches,
+    out: Path,
+    console: Console,
+    start: DecoderParams | None = None,
+    run_fingerprint: Mapping[str, Any] = MappingProxyType({}),
+    placement: TrainingPlacement = ONE_DEVICE,
+) -> TrainResult:
+    """Trains a model that predicts tokens; see `loop.train` for checkpoints and resumption.
 
-    def loss(params: Any, frozen: None, batch: Any, key: Array) -> tuple[Array, Array]:
-        if setup is None:
-            return next_token_loss(config, ops, params, *batch)
-        over = sharded_loss(replace(setup, config=config))
-        predicted, total = next_tokens(*batch)
-        return over(params, predicted), total
+    Args:
+        title: title of the progress bar.
+        model: the model, and what it learns from.
+        windows: batches of this process.
+        out: folder for checkpoints.
+        console: console for progress.
+        start: float32 parameters to start from; by default random ones. Parameters that are already sharded over the mesh (see
+            `step.model_shardings`) are DONATED.
+        run_fingerprint: further settings that a checkpoint must match.
+        placement: devices and strategy.
 
-    return loss
+    Raises:
+        ValueError: the mesh does not divide the model or a batch; see also `loop.train`.
+    """
+    options = windows.options
+    ops = placement.ops(options)
+
+    def init() -> DecoderParams:
+        if start is not None:
+            return start
+        return initialise(model.specs, jax.random.key(options.seed), shardings=placement.shardings(model.specs))
+
+    objective = Objective(
+        title,
+        model.specs,
+        hidden_matrices,
+        prediction_loss(model, ops, placement),
+        draw=lambda frozen, batch, key: model.predict(batch, key),
+        measured=prediction_loss(model.unbalanced, ops, placement),
+        flops=model.copies * token_flops(model.sizes, model.copies * options.sequence_length),
+    )
+    settings = {"config": asdict(model.config), "start": None if start is None else fingerprint(start), **run_fingerprint}
+    return train(make_task(objective, init, windows, settings, placement), console, out)
 
 
 def train_lm(
@@ -78,49 +123,17 @@ def train_lm(
     console: Console,
     start: DecoderParams | None = None,
     run_fingerprint: Mapping[str, Any] = MappingProxyType({}),
-    setup: ShardedSetup | None = None,
+    placement: TrainingPlacement = ONE_DEVICE,
+    segments: bool = False,
 ) -> TrainResult:
-    """Trains a language model; see `loop.train` for checkpoints and resumption.
+    """Trains a language model on the windows of a text; see `train_predictor` for the arguments.
 
-    Args:
-        config: configuration of the model.
-        stream: training text.
-        held_out: held-out text.
-        options: options of the training loop.
-        out: folder for checkpoints.
-        console: console for progress.
-        start: float32 parameters to start from; by default random ones. Parameters that are already sharded over the mesh (see
-            `sharded.model_shardings`) are DONATED.
-        run_fingerprint: further settings that a checkpoint must match.
-        setup: mesh and plan; by default one device.
-
-    Raises:
-        ValueError: the mesh does not divide the model or a batch; see also `loop.train`.
+    With `segments`, documents of a window do not see each other; a `ValueError` for models with linear attention, whose states
+    continue over the ends of documents.
     """
-
-    def init() -> DecoderParams:
-        if start is not None:
-            return start
-        return initialise(
-            decoder.declare(config), jax.random.key(options.seed), shardings=None if setup is None else setup.shardings
-        )
-
-    settings = {"config": asdict(config), "start": None if start is None else fingerprint(start), **run_fingerprint}
+    if segments and config.delta is not None:
+        raise ValueError("expected a model without linear attention for --segments, found one with it")
     length = options.sequence_length + 1
-    flops = token_flops(config, options.sequence_length)
-    measured = batch_loss(replace(config, balance=0.0), options.ops, setup)
-    task = partial(
-        text_task,
-        "language model",
-        batch_loss(config, options.ops, setup),
-        init,
-        hidden_matrices,
-        flops=flops,
-        measured=measured,
-    )
-    if setup is None:
-        return train(task(Windows(stream, held_out, length, options), settings), console, out)
-    setup.check_batch((options.batch_size, length))
-    windows = Windows(stream, held_out, length, options, setup.local_rows(options.batch_size))
-    single = task(windows, settings, place=partial(place_batch, setup))
-    return train(over_mesh(single, setup, make_optimizer(options, hidden_matrices), init), console, out)
+    windows = Windows(stream, held_out, length, options, placement.local_rows(options.batch_size), segments)
+    model = language_model(config)
+    return train_predictor("language model", model, windows, out, console, start, run_fingerprint, placement)

@@ -82,7 +82,7 @@ class Task:
         title: title of the progress bar.
         run_fingerprint: plain data that a checkpoint must match.
         init: returns the initial parameters and optimizer state.
-        step: see `Step`; the step determines the shardings. `gradient_step` builds the usual one.
+        step: see `Step`; the step determines the shardings. `step.train_step` builds the usual one.
         batches: `batches(first)` yields the batches from step `first` (from 0) on, without end, all of one shape.
         evaluate: `evaluate(params, step)` returns the metrics of held-out data after `step` steps.
         steps: number of steps.
@@ -153,32 +153,15 @@ def descend(
         parameters, optimizer state, metrics with the loss and its `Finite` flags, and the auxiliary output before the step.
     """
     (value, more), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+    params, opt_state = updated(optimizer, gradient, params, opt_state)
+    return params, opt_state, {"loss": value, FINITE: finite(value, gradient)}, more
+
+
+def updated(optimizer: optax.GradientTransformation, gradient: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
+    """Returns parameters and optimizer state after the update by a gradient."""
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes in places
         update, opt_state = optimizer.update(gradient, opt_state, params)
-    return optax.apply_updates(params, update), opt_state, {"loss": value, FINITE: finite(value, gradient)}, more
-
-
-def gradient_step(
-    loss: Callable[[Any, Any, Any, Array], tuple[Array, Any]],
-    optimizer: optax.GradientTransformation,
-    frozen: Any = None,
-    placed: Any = None,
-) -> Step:
-    """Builds the usual step of a task: one gradient and one update.
-
-    Args:
-        loss: `loss(params, frozen, batch, key) -> (loss, weight)`; a weight of None weighs all steps equally.
-        optimizer: the optimizer.
-        frozen: arrays that the loss reads and training does not change, such as a drafter's target.
-        placed: shardings of parameters, state and metrics for a step that the compiler partitions; by default one device.
-    """
-
-    @partial(jax.jit, donate_argnums=(0, 1), out_shardings=placed)
-    def step(params: Any, opt_state: Any, frozen: Any, batch: Any, key: Array) -> tuple[Any, Any, Metrics]:
-        params, opt_state, metrics, weight = descend(lambda p: loss(p, frozen, batch, key), optimizer, params, opt_state)
-        return params, opt_state, metrics if weight is None else {**metrics, WEIGHT: weight}
-
-    return lambda params, opt_state, batch, key: step(params, opt_state, frozen, batch, key)
+    return optax.apply_updates(params, update), opt_state
 
 
 @jax.jit

@@ -24,7 +24,7 @@ from tilewright.models.params import initialise
 from tilewright.train.chain import ChainKind, ChainOptions, Teacher, chain_attention, end_token, following, train_chain
 from tilewright.train.data import TokenSource, frequent_tokens
 from tilewright.train.loop import TrainResult
-from tilewright.train.partitioned import TrainingPlacement
+from tilewright.train.step import ONE_DEVICE, TrainingPlacement
 from tilewright.train.taps import target_states
 from tilewright.train.text import TextOptions
 
@@ -120,7 +120,7 @@ def train_mtp(
     mtp_options: MtpOptions,
     out: Path,
     console: Console,
-    placement: TrainingPlacement = TrainingPlacement(),
+    placement: TrainingPlacement = ONE_DEVICE,
 ) -> tuple[TrainResult, list[float]]:
     """Trains an MTP head with `chain.chain_loss`; its vocabulary is that of `frequent_tokens`.
 

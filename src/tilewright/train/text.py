@@ -1,4 +1,4 @@
-"""Training on text: options, optimizers, and the task of language models and drafters."""
+"""Training on text: options, optimizers and batches of language models and drafters."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,21 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
 from jaxtyping import Int
 
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import PLAIN, training_operations
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenStream, require_windows
-from tilewright.train.loop import Metrics, Task, TrainOptions, TrainResult, gradient_step
+from tilewright.train.loop import TrainOptions, TrainResult
 from tilewright.train.muon import muon as make_muon
 
-Batch = tuple[np.ndarray, np.ndarray]
-"""Tokens and loss mask, `[batch, length]` each."""
-
-Loss = Callable[[Any, Any, Any, Array], tuple[Array, Array]]
-"""`loss(params, frozen, batch, key) -> (mean loss in nats, weight)` of a batch on the device."""
+Batch = tuple[np.ndarray, ...]
+"""Tokens, loss mask and, with segments, numbers of documents, `[batch, length]` each."""
 
 HELD_OUT_BATCHES = 32
 
@@ -46,6 +42,7 @@ class TextOptions(TrainOptions):
         cooldown: share of the steps over which "wsd" decays; 0 for a run that another one continues.
         weight_decay: decoupled weight decay of matrices.
         clip: largest global norm of a gradient.
+        state_dtype: dtype of the optimizer's stored moving averages: "float32", or "bfloat16", which halves their memory.
         seed: seed of the initial weights and of the order of the data.
         evaluate_every: steps between evaluations.
         save_every: steps between checkpoints.
@@ -53,6 +50,8 @@ class TextOptions(TrainOptions):
             instructions for it (see `kernels.select.training_operations`). Weights are float32.
         compute_dtype: dtype of the loss: "float32", or "bfloat16", which reads trained and frozen parameters in bfloat16 while
             the optimizer keeps float32 copies. It halves the memory traffic of accelerators.
+        accumulate: parts of a batch that run one after another, whose gradients are summed. The loss is that of the batch at
+            once; memory holds the activations of one part.
     """
 
     steps: int = 1000
@@ -66,11 +65,13 @@ class TextOptions(TrainOptions):
     cooldown: float = 0.2
     weight_decay: float = 0.01
     clip: float = 1.0
+    state_dtype: str = "float32"
     seed: int = 0
     evaluate_every: int = 200
     save_every: int = 200
     matmul_dtype: str = "auto"
     compute_dtype: str = "float32"
+    accumulate: int = 1
 
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = (
         *TrainOptions.ABOVE_ZERO,
@@ -79,16 +80,18 @@ class TextOptions(TrainOptions):
         "muon_learning_rate",
         "clip",
         "evaluate_every",
+        "accumulate",
     )
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("save_every", "evaluate_every")
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("save_every", "evaluate_every", "accumulate")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.optimizer not in ("adamw", "muon"):
             raise ValueError(f"expected the optimizer adamw or muon, found {self.optimizer!r}")
         training_operations(self.matmul_dtype)  # raises for a dtype that cannot run
-        if self.compute_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"expected the compute dtype float32 or bfloat16, found {self.compute_dtype!r}")
+        for name in ("compute_dtype", "state_dtype"):
+            if (dtype := getattr(self, name)) not in ("float32", "bfloat16"):
+                raise ValueError(f"expected the {name.replace('_', ' ')} float32 or bfloat16, found {dtype!r}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"expected a warmup from 0 to below 1, found {self.warmup}")
         if self.schedule not in ("cosine", "wsd"):
@@ -101,9 +104,9 @@ class TextOptions(TrainOptions):
 
         With "wsd" the number of steps and the start of the decay may change.
         """
-        left_out = ("steps", "warmup", "cooldown") if self.schedule == "wsd" else ()
-        if self.compute_dtype == "float32":
-            left_out = (*left_out, "compute_dtype")  # absent in checkpoints of earlier versions
+        left_out: tuple[str, ...] = ("steps", "warmup", "cooldown") if self.schedule == "wsd" else ()
+        for name in ("compute_dtype", "state_dtype"):  # absent in checkpoints of earlier versions
+            left_out += (name,) if getattr(self, name) == "float32" else ()
         kept = {name: value for name, value in super().run_fingerprint().items() if name not in left_out}
         return {"products" if name == "matmul_dtype" else name: value for name, value in kept.items()}  # the key in checkpoints
 
@@ -111,20 +114,6 @@ class TextOptions(TrainOptions):
     def ops(self) -> Operations:
         """Operations of the loss; XLA's own for arrays in bfloat16."""
         return PLAIN if self.compute_dtype == "bfloat16" else training_operations(self.matmul_dtype)
-
-
-def cast_loss(options: TextOptions, loss: Loss) -> Loss:
-    """Wraps a loss to read floating-point parameters in `options.compute_dtype`; gradients have the parameters' dtype."""
-    if options.compute_dtype == "float32":
-        return loss
-
-    def rounded(leaf: Array) -> Array:
-        return leaf.astype(options.compute_dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
-    def computed(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        return loss(jax.tree.map(rounded, params), jax.tree.map(rounded, frozen), batch, key)
-
-    return computed
 
 
 def rate(options: TextOptions, peak: float) -> optax.Schedule:
@@ -142,7 +131,7 @@ def rate(options: TextOptions, peak: float) -> optax.Schedule:
 def make_optimizer(
     options: TextOptions, is_hidden_matrix: Callable[[Any], Any], ops: Operations | None = None
 ) -> optax.GradientTransformation:
-    """Builds AdamW or Muon with schedule and clipping.
+    """Builds AdamW or Muon with schedule, clipping and stored dtype.
 
     Args:
         options: options of the training loop.
@@ -152,7 +141,7 @@ def make_optimizer(
     adamw = optax.adamw(rate(options, options.learning_rate), b2=0.95, weight_decay=options.weight_decay, mask=is_hidden_matrix)
     clip = optax.clip_by_global_norm(options.clip)
     if options.optimizer == "adamw":
-        return optax.chain(clip, adamw)
+        return stored_in(options.state_dtype, optax.chain(clip, adamw))
     muon = make_muon(rate(options, options.muon_learning_rate), options.weight_decay, ops or PLAIN)
 
     def label(params: Any) -> Any:
@@ -161,7 +150,25 @@ def make_optimizer(
 
         return jax.tree.map(name, is_hidden_matrix(params), params)
 
-    return optax.chain(clip, optax.transforms.partition({"muon": muon, "adamw": adamw}, label))
+    return stored_in(options.state_dtype, optax.chain(clip, optax.transforms.partition({"muon": muon, "adamw": adamw}, label)))
+
+
+def stored_in(dtype: str, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns the optimizer with the arrays of its state stored in a dtype; its updates are computed in float32."""
+    if dtype == "float32":
+        return optimizer
+
+    def cast(state: Any, dtype: str) -> Any:
+        return jax.tree.map(lambda x: x.astype(dtype) if x.ndim and jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+
+    def init(params: Any) -> Any:
+        return cast(optimizer.init(params), dtype)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = optimizer.update(updates, cast(state, "float32"), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(init, update)
 
 
 @runtime_checkable
@@ -213,6 +220,7 @@ class Windows:
         length: tokens per window.
         options: options of the training loop, with the seed of the order.
         rows: rows of each batch on the devices of this process; None for all rows.
+        segments: batches also have the number of each token's document, so that documents of a window do not see each other.
     """
 
     stream: TokenStream
@@ -220,13 +228,15 @@ class Windows:
     length: int
     options: TextOptions
     rows: Int[np.ndarray, " R"] | None = None
+    segments: bool = False
 
     def __post_init__(self) -> None:
         require_texts(self.stream, self.held_out, self.length, self.options)
 
     def epoch(self, number: int) -> Iterator[Batch]:
         """Yields the training batches of an epoch."""
-        return self.stream.windows(self.length, self.options.batch_size, self.options.seed, number, self.rows)
+        options = self.options
+        return self.stream.windows(self.length, options.batch_size, options.seed, number, self.rows, self.segments)
 
     def batches(self, first: int) -> Iterator[Batch]:
         """Yields training batches, epoch by epoch, from step `first` on."""
@@ -239,71 +249,15 @@ class Windows:
 
     def held_out_batches(self) -> list[Batch]:
         """Returns the batches of the held-out text, the same ones at every evaluation."""
-        batches = self.held_out.padded_windows(self.length, self.options.batch_size, self.options.seed, self.rows)
+        options = self.options
+        batches = self.held_out.padded_windows(self.length, options.batch_size, options.seed, self.rows, self.segments)
         return list(islice(batches, HELD_OUT_BATCHES))
 
     def run_fingerprint(self) -> dict[str, Any]:
         """Returns the fingerprint of the run, which a checkpoint must match."""
         text = fingerprint((self.stream.tokens, self.stream.in_loss))
-        return {**self.options.run_fingerprint(), "training_tokens": len(self.stream.tokens), "text": text}
-
-
-def text_task(
-    title: str,
-    loss: Loss,
-    init: Callable[[], Any],
-    is_hidden_matrix: Callable[[Any], Any],
-    windows: Batches,
-    run_fingerprint: dict[str, Any],
-    frozen: Any = None,
-    place: Callable[[Any], Any] = lambda batch: batch,
-    flops: float = 0.0,
-    measured: Loss | None = None,
-) -> Task:
-    """Builds the task of training on windows of a text.
-
-    Args:
-        title: title of the progress bar.
-        loss: the loss.
-        init: returns the initial parameters, which are copied, since training donates its arrays.
-        is_hidden_matrix: see `make_optimizer`.
-        windows: batches.
-        run_fingerprint: settings that a checkpoint must match, besides the options and the text.
-        frozen: arrays that the loss reads and training does not change.
-        place: moves a batch to the devices for evaluation; by default the batch is unchanged.
-        flops: floating-point operations per token.
-        measured: loss for held-out text; by default `loss`.
-    """
-    options = windows.options
-    held_out = list(map(place, windows.held_out_batches()))
-    optimizer = make_optimizer(options, is_hidden_matrix, options.ops)
-    loss = cast_loss(options, loss)
-
-    measure = jax.jit(measured or loss)
-    tokens = windows.tokens_per_step
-
-    def evaluate(params: Any, step: int) -> Metrics:
-        parts = [measure(params, frozen, batch, jax.random.key(n)) for n, batch in enumerate(held_out)]
-        return {"held_out_loss": sum(loss * n for loss, n in parts) / sum(n for _, n in parts)}
-
-    def start() -> tuple[Any, Any]:
-        params = jax.tree.map(jnp.copy, init())
-        return params, optimizer.init(params)
-
-    return Task(
-        title,
-        {**windows.run_fingerprint(), **run_fingerprint},
-        init=start,
-        step=gradient_step(loss, optimizer, frozen),
-        batches=windows.batches,
-        evaluate=evaluate,
-        steps=options.steps,
-        evaluate_every=options.evaluate_every,
-        save_every=options.save_every,
-        seed=options.seed,
-        progress=("tokens", tokens),
-        flops=flops * tokens,
-    )
+        segments = {"segments": fingerprint(self.stream.documents)} if self.segments else {}
+        return {**self.options.run_fingerprint(), "training_tokens": len(self.stream.tokens), "text": text, **segments}
 
 
 def text_metrics(result: TrainResult) -> dict[str, Any]:
