@@ -32,7 +32,7 @@ folder = Path(sys.argv[3])
 OPTIONS = TextOptions(steps=4, batch_size=8, sequence_length=8)
 
 
-def batch_of(placement: TrainingPlacement) -> tuple[np.ndarray, np.ndarray]:
+def batch_of(placement: TrainingPlacement) -> tuple[np.ndarray, ...]:
     rows = placement.local_rows(OPTIONS.batch_size)
     windows = Windows(random_stream(400), random_stream(200, seed=1), 9, OPTIONS, rows)
     return next(windows.batches(2))
