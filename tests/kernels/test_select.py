@@ -70,7 +70,7 @@ def test_an_implementation_says_whether_it_takes_operands(dtype: Any):
         reasons = {(each.name, each.chip): each.refuses(operation, *operands) for each in registry.IMPLEMENTATIONS[operation]}
         assert reasons["XLA", None] == ""
         assert all(isinstance(reason, str) for reason in reasons.values())
-        if dtype == jnp.float16:  # which no kernel of a TPU takes
+        if dtype == jnp.float16 and shown != "messages":  # which no kernel of a TPU takes; forms of messages have no dtype
             assert all(reason for (name, _), reason in reasons.items() if "Pallas" in name)
 
 
