@@ -229,7 +229,8 @@ def test_logits_of_both_kinds_of_passes(tmp_path: Path):
     def logits(params: Any, tokens: Any, canvas: Any, probabilities: Any) -> jax.Array:
         """Logits of a canvas behind a text, given the probabilities of the pass before."""
         caches = allocate_caches(target, layout, None, jnp.float32)
-        state = rows_of(empty_state(layout, *caches), jnp.zeros(1, jnp.int32), pages)
+        state = jax.tree.map(jnp.asarray, empty_state(layout, *caches))
+        state = rows_of(state, jnp.zeros(1, jnp.int32), pages)
         zero, count = jnp.zeros(1, jnp.int32), jnp.full(1, tokens.shape[1], jnp.int32)
         encoded = run_target(target, params, state, tokens, Span(zero, count), ())
         state = replace(state, target_cache=encoded.caches)

@@ -153,7 +153,16 @@ def test_families(name: str, layout: str, edges: int, rng: np.random.Generator):
     table = NeighborTable.from_edges(given.edge_index, NODES, layout=layout, limit=8)
 
     def loss(x: Any, params: Any) -> Any:
-        out = table.unpermute(gnn.apply(config, params, table, table.permute(x), state, edge_attr=given.features)[0])
+        out = table.unpermute(
+            gnn.apply(
+                config,
+                params,
+                table,
+                table.permute(x),
+                state,
+                edge_attr=None if given.features is None else jnp.asarray(given.features),
+            )[0]
+        )
         return (out * pull).sum(), out
 
     (_, out), (x_grad, _) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x, params)
