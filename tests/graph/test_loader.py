@@ -52,7 +52,7 @@ def test_batches_of_nodes_cover_the_nodes_in_one_shape():
     assert not np.array_equal(*orders)
     assert loader.report.batches == 3
     assert (loader.report.rows, loader.report.edges) == (3 * 48, 3 * (4 * 3 + 16 * 2))
-    assert str(loader.report).startswith("3 batches of 1 shape, so as many compilations of a program; filled: ")
+    assert str(loader.report).startswith("3 batches of 1 shape, each of which a program compiles for once; filled: ")
 
 
 def test_a_model_compiles_once_for_an_epoch():
@@ -126,6 +126,7 @@ def test_bad_input():
         (lambda: LinkNeighborLoader(CLUB, [2], edge_label=[1]), r"labels from 0 of 156 edges, found int64 \[1\]"),
         (lambda: LinkNeighborLoader(CLUB, [2], neg_sampling_ratio=-1), "neg_sampling_ratio of at least 0, found -1"),
         (lambda: DataLoader(random_graphs(4), [4]), r"graph ids from 0 to 3, found \[4\]"),
+        (lambda: DataLoader(random_graphs(4), [1, 1]), "different graph ids, found some twice"),
     ]:
         with pytest.raises(ValueError, match=message):
             make()

@@ -18,7 +18,7 @@ from tilewright.graph.features import SparseFeatures
 from tilewright.graph.table import NeighborTable
 from tilewright.kernels import native, select
 from tilewright.kernels.operations import Operations
-from tilewright.models import gnn
+from tilewright.models import gnn, gnn_families
 from tilewright.models.gnn import FAMILIES, BatchNorm, GATConfig, GCNConfig, GINConfig, GraphSAGEConfig, RunningStatistics
 from tilewright.models.gnn_checkpoint import load_gnn, save_gnn
 
@@ -39,13 +39,14 @@ def random_edges(seed: int = 0, nodes: int = NODES, edges: int = 20) -> np.ndarr
 
 
 def edges_for(family: str) -> np.ndarray:
-    return with_self_loops(from_edge_index(random_edges(), NODES)).edge_index if family == "gat" else random_edges()
+    loops = gnn_families.FAMILIES[family].self_loops == "table"
+    return with_self_loops(from_edge_index(random_edges(), NODES)).edge_index if loops else random_edges()
 
 
 def make(family: str, **sizes: Any) -> tuple[Any, Any, Any]:
     """A model whose every array is random, biases and statistics too."""
     given: dict[str, Any] = {"hidden": 4} | sizes
-    config = FAMILIES[family](FEATURES, CLASSES, **given)
+    config = gnn_families.FAMILIES[family](FEATURES, CLASSES, **given)
     params, state = gnn.init(config, jax.random.key(0))
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda leaf: leaf + jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32), params)
@@ -209,7 +210,10 @@ def test_gin_training_is_the_same_with_padding_behind():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "layout"), [("sage", "csr"), ("gin", "bucketed")])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("sage", "csr"), ("gin", "bucketed"), ("gatv2", "csr"), ("transformer", "csr"), ("pna", "csr")],
+)
 def test_sparse_features_give_the_scores_of_dense_ones(family: str, layout: str):
     config, params, state = make(family, layers=2)
     x = np.where(np.random.default_rng(5).random((NODES, FEATURES)) < 0.4, np.asarray(features()), 0).astype(np.float32)
@@ -217,7 +221,8 @@ def test_sparse_features_give_the_scores_of_dense_ones(family: str, layout: str)
     row, column = np.nonzero(x)
     indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=NODES))]).astype(np.int32)
     sparse = SparseFeatures.from_rows(SparseRows(indptr, column.astype(np.int32), x[row, column], FEATURES), layout)
-    graph = DenseNeighbours.from_edges(edges_for(family), NODES)
+    makes_graph = DenseNeighbours if family in FAMILIES else NeighborTable
+    graph = makes_graph.from_edges(edges_for(family), NODES)
 
     @jax.jit
     def loss(params: Any, x: Any) -> jax.Array:
@@ -232,6 +237,16 @@ def test_sparse_features_give_the_scores_of_dense_ones(family: str, layout: str)
     assert ((kept == 0) | np.isclose(kept, 2 * x[row, column])).all()
     assert (kept == 0).any()
     assert (kept != 0).any()
+
+
+def test_messages_of_edges_and_nodes_need_dense_features():
+    config, params, state = make("gine", edge_features=2)
+    edges = random_edges()
+    none = np.zeros(0, np.int32)
+    sparse = SparseFeatures.from_rows(SparseRows(np.zeros(NODES + 1, np.int32), none, none.astype(np.float32), FEATURES))
+    edge_attr = jnp.zeros((edges.shape[1], 2))
+    with pytest.raises(ValueError, match="expected dense features of nodes, which GINE's messages add"):
+        gnn.apply(config, params, NeighborTable.from_edges(edges, NODES), sparse, state, edge_attr=edge_attr)
 
 
 def test_bfloat16_models_score_in_float32():

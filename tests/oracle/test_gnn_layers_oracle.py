@@ -100,6 +100,7 @@ def pna(config: Any, layer: Any, last: bool, d_in: int, d_out: int) -> Any:
     parts = [layer.target, layer.source, *([] if layer.edge is None else [layer.edge])]
     values = {"pre_nns.0.0.weight": np.concatenate(parts).T, "pre_nns.0.0.bias": layer.bias}
     values |= lines(post_nns__0__0=layer.post, lin=layer.out)
+    values["post_nns.0.0.weight"] = np.concatenate([layer.itself, layer.post.weight]).T
     return set_values(conv, values | ({} if layer.encoder is None else lines(edge_encoder=layer.encoder)))
 
 

@@ -405,11 +405,12 @@ class TargetOptions(LoadOptions):
         if drafter in (None, "none"):
             return None
         if "," in drafter and not Path(drafter).exists():
-            names = drafter.split(",")
-            found = [self.drafter_source(name, suffix_corpus) for name in names]
-            if None in found:
-                raise ValueError(f"expected names of drafters, found none among them: {drafter}")
-            sources = [source for each in found for source in ([each] if isinstance(each, str) else each or ())]
+            sources: list[str] = []
+            for name in drafter.split(","):
+                found = self.drafter_source(name, suffix_corpus)
+                if found is None:
+                    raise ValueError(f"expected names of drafters, found none among them: {drafter}")
+                sources += [found] if isinstance(found, str) else found
             check_drafters(sources, self.model)
             return sources
         packaged = PACKAGED_DRAFTERS.get(self.model, {})

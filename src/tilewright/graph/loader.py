@@ -53,7 +53,7 @@ class LoadReport:
 
     def __str__(self) -> str:
         rows, edges = self.filled_rows / max(1, self.rows), self.filled_edges / max(1, self.edges)
-        shapes = f"{len(self.shapes)} shape{'' if len(self.shapes) == 1 else 's'}, so as many compilations of a program"
+        shapes = f"{len(self.shapes)} shape{'' if len(self.shapes) == 1 else 's'}, each of which a program compiles for once"
         return f"{self.batches:,} batches of {shapes}; filled: {rows:.0%} of the rows of nodes, {edges:.0%} of the edges"
 
 
@@ -146,13 +146,10 @@ class NeighborLoader:
     def __iter__(self) -> Iterator[NeighborBatch]:
         self.report = LoadReport()
         for places, seed in self.order.epoch():
-            yield self.batch(self.roots[places], seed)
-
-    def batch(self, roots: Int[np.ndarray, " R"], seed: Sequence[int]) -> NeighborBatch:
-        """Returns the batch of some roots; the seed determines their samples."""
-        labels = np.full(self.sampler.batch_size, PADDING, np.int32)
-        labels[: len(roots)] = self.data.labels[roots]
-        return self.sampled(roots, seed, labels)
+            roots = self.roots[places]
+            labels = np.full(self.sampler.batch_size, PADDING, np.int32)
+            labels[: len(roots)] = self.data.labels[roots]
+            yield self.sampled(roots, seed, labels)
 
     def sampled(self, roots: Int[np.ndarray, " R"], seed: Sequence[int], labels: np.ndarray) -> NeighborBatch:
         """Samples the neighbourhoods of roots, gathers features, and counts padding."""
@@ -311,7 +308,7 @@ class DataLoader:
         layout: layout of the tables, see `batch.row_layout`.
 
     Raises:
-        ValueError: an id is out of range, or there is no graph.
+        ValueError: an id is out of range or named twice, or there is no graph.
     """
 
     def __init__(
@@ -328,6 +325,8 @@ class DataLoader:
         self.ids = np.arange(data.num_graphs) if ids is None else np.asarray(ids)
         if not self.ids.size or self.ids.min() < 0 or self.ids.max() >= data.num_graphs:
             raise ValueError(f"expected graph ids from 0 to {data.num_graphs - 1}, found {self.ids.tolist()[:8]}")
+        if len(np.unique(self.ids)) < len(self.ids):  # a batch of the largest graph alone would fit no shape
+            raise ValueError("expected different graph ids, found some twice")
         self.order = Order(len(self.ids), batch_size, shuffle, drop_last, seed)
         self.layout = layout
         self.report = LoadReport()

@@ -199,6 +199,8 @@ class GINEConfig(GINConfig):
     ) -> Float[Array, "N O"]:
         check_edges(self, edge_attr)
         assert edge_attr is not None
+        if not isinstance(x, Array):
+            raise ValueError("expected dense features of nodes, which GINE's messages add to those of edges, found sparse ones")
         edge = linear(ops, edge_attr, layer.edge)
         near = graph.propagate(x, lambda x_j, edge: jax.nn.relu(x_j + edge), edge=edge)
         itself = x[: graph.num_nodes]
@@ -209,13 +211,14 @@ class GINEConfig(GINConfig):
 @dataclass(frozen=True)
 class PNALayer:
     """PNA layer: parts of the message's matrix for destination, source and edge (None without), its bias, the edges' linear
-    layer (None without), and the linear layers after the reduction."""
+    layer (None without), and the linear layers after the reduction, the first with a matrix for the node itself."""
 
     target: Any
     source: Any
     edge: Any
     bias: Any
     encoder: Any
+    itself: Any
     post: Any
     out: Any
 
@@ -244,7 +247,8 @@ class PNAConfig(Config):
             ends[2] if self.edge_features else None,
             zeros(f"{name}.pre_nns.0.0.bias", d_in),
             glorot_linear(f"{name}.edge_encoder", self.edge_features, d_in) if self.edge_features else None,
-            glorot_linear(f"{name}.post_nns.0.0", 13 * d_in, d_out),
+            glorot(f"{name}.post_nns.0.0.weight_itself", d_in, d_out),
+            glorot_linear(f"{name}.post_nns.0.0", 12 * d_in, d_out),
             glorot_linear(f"{name}.lin", d_out, d_out),
         )
 
@@ -263,8 +267,9 @@ class PNAConfig(Config):
         degrees = graph.aggregate(jnp.ones((graph.num_sources, 1), jnp.float32), reduce="sum")
         up = (jnp.log(degrees + 1) / self.mean_log_degree).astype(near.dtype)
         down = (self.mean_log_degree / jnp.log(jnp.maximum(degrees, 1) + 1)).astype(near.dtype)
-        wide = jnp.concatenate([x[: graph.num_nodes], near, near * up, near * down], axis=-1)
-        return linear(ops, linear(ops, wide, layer.post), layer.out)
+        itself = first_rows(ops, x, graph.num_nodes, layer.itself)
+        wide = jnp.concatenate([near, near * up, near * down], axis=-1)
+        return linear(ops, itself + linear(ops, wide, layer.post), layer.out)
 
 
 FAMILIES: dict[str, type[Config]] = {
