@@ -51,11 +51,11 @@ test: $(VENV)/installed-test ## runs the tests that are not slow, without torch 
 	$(UNCHECKED) $(BIN)/python $(PYTEST) --hypothesis-profile quick -m "not slow"
 
 test-all: SHARDED := $(if $(SHARD),--shard $(SHARD))
-test-all: $(VENV)/installed-test $(VENV)/installed-tpu ## runs all tests, with compilations for TPUs; SHARD=1/4 runs a quarter of the slow tests
+test-all: $(VENV)/installed-test $(VENV)/installed-tpu ## runs all tests, with compilations for TPUs; SHARD=1/6 runs a sixth of the slow tests
 	$(UNCHECKED) $(BIN)/python $(PYTEST) $(SHARDED) --optimised $(EXACTNESS)
 	$(UNCHECKED) $(BIN)/python $(PYTEST) $(SHARDED) $(addprefix --ignore=,$(EXACTNESS))
 
-times: $(VENV)/installed-test ## measures the tests and rewrites the list of slow tests; needs an idle machine
+times: $(VENV)/installed-test ## measures the tests of `make test` and extends the list of slow tests; needs an idle machine
 	rm -rf build/tests
 	TILEWRIGHT_UNCHECKED=1 $(BIN)/python $(PYTEST) --hypothesis-profile quick --times -m "not slow"
 

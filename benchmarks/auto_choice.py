@@ -38,7 +38,7 @@ from tilewright.llm.language_model import LanguageModel
 from tilewright.models.chat import ChatTemplate
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.interfaces import PLAIN, Choice
-from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.options import WIDTHS, EngineOptions
 from tilewright.runtime.pace import FixedRounds
 from tilewright.runtime.programs import STEPS_PER_DISPATCH
 from tilewright.runtime.request import GenerateRequest, RequestOutput
@@ -230,6 +230,7 @@ def main(
     top_p: float = 0.9,
     max_new_tokens: int = 96,
     context: int = 2048,
+    widths: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative=())] = WIDTHS,
     repetitions: int = REPETITIONS,
     json_file: JsonFile = None,
 ) -> None:
@@ -251,6 +252,8 @@ def main(
         Sampling from the most likely tokens with this total probability, at a temperature above 0.
     context
         Most positions of a request. Longer prompts are left out.
+    widths
+        Widths of blocks below a drafter's own.
     repetitions
         Timed runs of each variant; one more is not timed.
     json_file
@@ -265,6 +268,7 @@ def main(
     template = target.prompt_template(None, console)
     sampling = Sampling(max_new_tokens, temperature, top_p if temperature else 1.0)
     options = EngineOptions(slots=max(concurrency), context=context, prefix_cache=False)
+    options = replace(options, table=replace(options.shapes(context), widths=widths))
     prompts = {path.stem: prompts_of(lm, path, template, sampling, context, max(FEWEST, *concurrency)) for path in data}
     compared = variants(lm, options, choices, console)
     runs: dict[tuple[int, str, str], Callable[[], Decoded]] = {
@@ -281,6 +285,7 @@ def main(
     ]
     show(console, rows)
     about = {"model": model, "drafter": drafter, "temperature": temperature, "top_p": sampling.top_p, "context": context}
+    about |= {"widths": widths}
     about |= {"max_new_tokens": max_new_tokens, "repetitions": repetitions}
     write_json(json_file, {"date": datetime.date.today().isoformat(), **environment(lm), **about, "data": rows})
 

@@ -28,7 +28,7 @@ RECORDS = Path(__file__).parent / "training" / "smollm2-records.npz.xz"
 COMMON = (
     *("--target", "smollm2-135m", "--dtype", "bfloat16", "--batch-size", 8, "--sequence-length", LONGEST),
     *("--optimizer", "kind=muon,muon_learning_rate=0.02,schedule=wsd,cooldown=0.3", "--learning-rate", 1e-3),
-    *("--evaluate-every", 50, "--save-every", 50),
+    *("--evaluate-every", 50, "--save", "every=50"),
 )
 SIZES = "block_size=8,draft_vocab=8192,taps=1,8,15,21,28"
 BLOCK_SIZES = f"{SIZES},layers=2,mask_token_id=3"

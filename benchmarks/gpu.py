@@ -383,7 +383,7 @@ def training_part(measurement: Measurement) -> None:
 
         def trained(steps: int) -> dict[str, Any]:
             file = Path(folder) / f"{steps}.json"
-            options = {**smollm2_drafter.FIRST, **sizes.recipe, "steps": steps, "save-every": steps, "json": file}
+            options = {**smollm2_drafter.FIRST, **sizes.recipe, "steps": steps, "save": f"every={steps}", "json": file}
             with redirect_stdout(measurement.console.file):
                 smollm2_drafter.train_part(data, Path(folder) / f"{steps}", options)
             return json.loads(file.read_text(encoding="utf-8"))

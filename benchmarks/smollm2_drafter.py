@@ -79,14 +79,16 @@ def train(
         batch_size: answers per step (default 32 and 16).
         save_every: steps between checkpoints (default 100).
     """
-    changes = {"steps": steps, "batch-size": batch_size, "save-every": save_every}
-    check_least(SimpleNamespace(**changes), **dict.fromkeys(changes, 1))
+    numbers = {"steps": steps, "batch-size": batch_size, "save-every": save_every}
+    check_least(SimpleNamespace(**numbers), **dict.fromkeys(numbers, 1))
     check_out(out)
     console = human_console(json_file)
     data = Records.load(records)
     if len(data) < FIRST_RECORDS:
         raise ValueError(f"{records}: expected at least {FIRST_RECORDS:,} records, found {len(data):,}")
-    changes = {name: value for name, value in changes.items() if value is not None}
+    save = None if save_every is None else f"every={save_every}"
+    options = {"steps": steps, "batch-size": batch_size, "save": save}
+    changes = {name: value for name, value in options.items() if value is not None}
     repeated = np.sort(np.random.default_rng(0).permutation(FIRST_RECORDS)[:REPEATED])
     first = out / "training" / "first"
     # A finished first part is recognised by its options, and not trained again. With --json -, standard output has the metrics

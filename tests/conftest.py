@@ -18,7 +18,11 @@ from pathlib import Path
 if "jax" in sys.modules:
     raise RuntimeError("JAX was imported before tests/conftest.py could set its platform and its device count")
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# On busy cores, eight devices wait long for each other; after 40 s, XLA would abort the process.
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    " --xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
+).strip()
 
 import jax
 import pytest
@@ -55,7 +59,7 @@ instead of 32 saves a tenth. No gain: XLA's FAST_COMPILE preset, and no loop pas
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimised", action="store_true", help="compile programs with all of XLA's optimisations, as users do")
     parser.addoption("--schedules", action="store_true", help="store TPU programs that are not stored yet")
-    parser.addoption("--times", action="store_true", help="measure tests and rewrite the list of slow tests")
+    parser.addoption("--times", action="store_true", help="measure tests and extend the list of slow tests")
     parser.addoption("--shard", type=times.shard, metavar="K/N", help="run the quick tests, and part K of N of the slow tests")
     parser.addoption("--products", action="store_true", help="also run the cases of products that slow tests leave out")
 
@@ -74,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # runs before and after tests are selected by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    listed = {} if config.getoption("times") else times.listed()
+    listed = times.listed()
     for item in items:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow(seconds=listed[item.nodeid]))

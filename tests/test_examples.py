@@ -16,13 +16,14 @@ CASES = {
     "structured_output": (["--model", "demo"], "parsed: "),
     "diffusion": (["--new-tokens", "64"], "sparse, threshold 0.9"),
     "graph_edges": (["--epochs", "60"], "nodes of each class: "),
+    "graph_relations": (["--epochs", "30"], "accuracy on other authors: 0.8"),
     "serve_and_call": (["--model", "demo", "--prompt", "def fibonacci(n):"], 'JSON: {"capital"'),
     "train_drafter": (["docs", "--target", "demo", "--steps", "2", "--prompt", "def f(x):"], "tokens per pass of the target"),
     "tpu_schedule": ([], "communication hidden"),
     "token_threading": ([], "all-gather"),
 }
 """Arguments of each example, and a part of its output."""
-HERE = ("diffusion", "graph_edges", "speculative", "structured_output")
+HERE = ("diffusion", "graph_edges", "graph_relations", "speculative", "structured_output")
 """Examples that run within the test's process. The others set up JAX's devices or start processes."""
 SOURCES = os.pathsep.join(str(EXAMPLES.parent / folder) for folder in ("src", "tests", "benchmarks"))
 

@@ -1,7 +1,11 @@
-"""Links inside the documents lead somewhere: to a file of the repository, and to a heading of it where they name one."""
+"""Links inside the documents lead somewhere: to a file of the repository, and to a heading of it where they name one.
+
+Extras that documents, jobs and messages name exist.
+"""
 
 import itertools
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,3 +71,18 @@ def test_the_index_of_pages_has_each_of_them():
     missing = {page.name for page in PAGES} - {"README.md"} - set(listed)
     assert not missing, f"docs/README.md has no line for {sorted(missing)}"
     assert len(listed) == len(set(listed))
+
+
+def test_every_named_extra_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    files = [path for folder in ("src", "docs", "deploy", "examples") for path in (ROOT / folder).rglob("*")]
+    files = [path for path in files if path.suffix in (".py", ".md", ".yaml", ".sh", ".sbatch", ".toml", "")]
+    named = {
+        (path.name, extra)
+        for path in [*files, *DOCUMENTS, ROOT / "pyproject.toml", ROOT / "Makefile"]
+        if path.is_file()
+        for listed in re.findall(r"tilewright\[([a-z0-9,-]+)\]", path.read_text(encoding="utf-8"))
+        for extra in listed.split(",")
+    }
+    assert len(named) > 20
+    assert not {(name, extra) for name, extra in named if extra not in extras}

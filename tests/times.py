@@ -1,7 +1,8 @@
 """Processor seconds of the tests: selects the slow tests, and orders the files.
 
-`make test` leaves out the most expensive tests, so that the rest fits a budget. `make times` measures without stored programs
-and writes `slow.txt`. Other runs mark the tests of that list as slow.
+`make test` leaves out the most expensive tests, so that the rest fits a budget: every run marks the tests of `slow.txt` as
+slow. `make times` measures the others without stored programs and extends the list. Delete the list first to measure all
+tests.
 """
 
 import os
@@ -120,11 +121,13 @@ class Times:
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if self.writes and exitstatus == pytest.ExitCode.OK:
-            lines = [f"{self.seconds[test]:.1f} {test}" for test in sorted(chosen(self.seconds))]
+            seconds = listed() | self.seconds
+            lines = [f"{seconds[test]:.1f} {test}" for test in sorted(chosen(seconds))]
             LISTED.write_text("".join(f"{line}\n" for line in lines), "utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        left = sum(self.seconds[test] for test in chosen(self.seconds))
+        slow = set(chosen(listed() | self.seconds))
+        left = sum(seconds for test, seconds in self.seconds.items() if test in slow)
         terminalreporter.write_line(f"{sum(self.seconds.values()):.0f} processor seconds, {left:.0f} in tests to leave out")
 
 

@@ -182,7 +182,7 @@ def test_a_share_above_what_is_allowed_fails(run: Run, model: Path, share: float
             "expected the prefetch distance of attention from 0 to the 4 layers, found 5",
         ),
         (("--mesh", "fsdp=4"), "expected"),
-        (("--mesh", "data=8"), "expected the axes fsdp and tp, found data"),
+        (("--mesh", "data=8"), "expected the axes dp, fsdp and tp, found data"),
         (("--batch-size", "6"), "expected a batch that fsdp=4"),
         (("--length", "0"), "expected --length from 1, found 0"),
         (("--hop-us", "-1"), "expected the latency of a hop from 0 us, found -1"),

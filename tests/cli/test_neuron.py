@@ -1,4 +1,4 @@
-"""`tilewright plan`, `neuron` and `chips`: what they print and write, and what they refuse."""
+"""`tilewright neuron` and `chips`: what they print and write, and what they refuse."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def test_plan_inference(run: Run, model: Path, tmp_path: Path):
     names = ("sync", "sequence", "domino", "ring")
     options = [model, "--cores", "2,4", "--batch", "2", "--input", "128,256", "--output", 16, "--html", page]
     options += ["--draws", 4]
-    ran = run("plan", *options, "--json", "-")
+    ran = run("neuron", "plan", *options, "--json", "-")
     assert ran.status == 0, ran.err
     records = ran.json["data"]
     assert [(one["input_tokens"], one["cores"], one["schedule"]) for one in records] == [
@@ -73,7 +73,7 @@ def test_plan_inference(run: Run, model: Path, tmp_path: Path):
 def test_an_adaptive_plan_is_nowhere_slower(run: Run, model: Path):
     options = [model, "--cores", "4", "--batch", "2", "--input", "128", "--output", 16, "--json", "-"]
     options += ["--schedule", "sync,ring", "--draws", 2]
-    plain, adaptive = (run("plan", *options, *more).json["data"] for more in ([], ["--adaptive"]))
+    plain, adaptive = (run("neuron", "plan", *options, *more).json["data"] for more in ([], ["--adaptive"]))
     assert all(two["tpot_ms"] <= one["tpot_ms"] for one, two in zip(plain, adaptive, strict=True))
     assert any(two["decode"]["prefetch"] for two in adaptive)
 
@@ -96,7 +96,7 @@ def test_plan_training(run: Run, model: Path, tmp_path: Path):
         "--draws",
         3,
     ]
-    ran = run("plan", *options, "--html", page, "--json", "-")
+    ran = run("neuron", "plan", *options, "--html", page, "--json", "-")
     assert ran.status == 0, ran.err
     records = ran.json["data"]
     assert len(records) == 1 + 2 * 2
@@ -116,7 +116,14 @@ def test_plan_training(run: Run, model: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "command", [("train", "lm"), ("train", "diffusion"), ("inspect", "training"), ("plan",), ("neuron", "simulate")]
+    "command",
+    [
+        ("train", "lm"),
+        ("train", "diffusion"),
+        ("inspect", "training"),
+        ("neuron", "plan"),
+        ("neuron", "simulate"),
+    ],
 )
 def test_shifts_are_in_layers_in_every_command(run: Run, command: tuple[str, ...]):
     help_text = " ".join(run(*command, "--help", columns=400).out.split())
@@ -188,7 +195,7 @@ def test_scheduled_hlo(run: Run, tmp_path: Path):
 
 def test_without_simpy_the_extra_is_named():
     """In a process of its own, where nothing has imported it."""
-    code = "import sys; sys.modules['simpy'] = None; from tilewright.cli.main import main; main(['plan'])"
+    code = "import sys; sys.modules['simpy'] = None; from tilewright.cli.main import main; main(['neuron', 'plan'])"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert ran.returncode == 2
@@ -240,20 +247,29 @@ def test_chips(run: Run):
 @pytest.mark.parametrize(
     ("command", "problem"),
     [
-        (["plan", "--instance", "inf2.48large"], "found 'inf2.48large' (did you mean inf2.48xlarge"),
-        (["plan", "--cores", "25"], "expected 1 to 24 cores of inf2.48xlarge, found 25"),
-        (["plan", "--cores", "two"], "expected whole numbers separated by commas, found 'two'"),
-        (["plan", "--schedule", "dominoes"], "found 'dominoes' (did you mean domino?)"),
-        (["plan", "--batch", "1"], "expected batches of at least 2 rows for domino"),
-        (["plan", "--draws", "1"], "expected --draws from 2, found 1"),
-        (["plan", "--output", "0"], "expected output from 1, found 0"),
-        (["plan", "--training", "--mesh", "pp=4"], "expected --mesh as tp=N,fsdp=N, found 'pp=4'"),
-        (["plan", "--training", "--mesh", "tp=4,fsdp=32"], "at most the 64 cores of trn2.48xlarge, found 128: fsdp=32, tp=4"),
-        (["plan", "--training", "--streams", "5"], "at most 4 streams, one per collective core"),
-        (["plan", "--training", "--packet-size", "big"], "expected packet sizes of default, recommended; found 'big'"),
-        (["plan", "--training", "--prefetch-distance", "9"], "expected --prefetch-distance from 0 to 4 layers, found 9"),
+        (["neuron", "plan", "--instance", "inf2.48large"], "found 'inf2.48large' (did you mean inf2.48xlarge"),
+        (["neuron", "plan", "--cores", "25"], "expected 1 to 24 cores of inf2.48xlarge, found 25"),
+        (["neuron", "plan", "--cores", "two"], "expected whole numbers separated by commas, found 'two'"),
+        (["neuron", "plan", "--schedule", "dominoes"], "found 'dominoes' (did you mean domino?)"),
+        (["neuron", "plan", "--batch", "1"], "expected batches of at least 2 rows for domino"),
+        (["neuron", "plan", "--draws", "1"], "expected --draws from 2, found 1"),
+        (["neuron", "plan", "--output", "0"], "expected output from 1, found 0"),
+        (["neuron", "plan", "--training", "--mesh", "pp=4"], "expected --mesh as tp=N,fsdp=N, found 'pp=4'"),
         (
-            ["plan", "--training", "--scatter-delay", "0.25"],
+            ["neuron", "plan", "--training", "--mesh", "tp=4,fsdp=32"],
+            "at most the 64 cores of trn2.48xlarge, found 128: fsdp=32, tp=4",
+        ),
+        (["neuron", "plan", "--training", "--streams", "5"], "at most 4 streams, one per collective core"),
+        (
+            ["neuron", "plan", "--training", "--packet-size", "big"],
+            "expected packet sizes of default, recommended; found 'big'",
+        ),
+        (
+            ["neuron", "plan", "--training", "--prefetch-distance", "9"],
+            "expected --prefetch-distance from 0 to 4 layers, found 9",
+        ),
+        (
+            ["neuron", "plan", "--training", "--scatter-delay", "0.25"],
             "expected --scatter-delay in layers, in steps of half a layer, found '0.25'",
         ),
         (
@@ -264,8 +280,8 @@ def test_chips(run: Run):
             ["neuron", "simulate", "decode", "--runtime", "cc_packet_size=131072"],
             "of 1 to 65536 bytes for collectives, found 131072",
         ),
-        (["plan", "--mesh", "tp=4"], "--mesh is for training: add --training"),
-        (["plan", "--training", "--cores", "4"], "--cores is for inference: leave out --training"),
+        (["neuron", "plan", "--mesh", "tp=4"], "--mesh is for training: add --training"),
+        (["neuron", "plan", "--training", "--cores", "4"], "--cores is for inference: leave out --training"),
         (["neuron", "simulate", "hlo"], "expected --hlo with a file of scheduled HLO, found none"),
         (["neuron", "simulate", "decode", "--model-config", "llama9"], "expected a model of smollm2-135m, llama3-8b"),
         (["neuron", "env", "--train", "fsdp,pp"], "expected axes to train over of fsdp, tp; found 'pp'"),

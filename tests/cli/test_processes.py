@@ -36,7 +36,7 @@ def test_two_processes_of_two_devices_give_the_tokens_of_one(run: Run, pair: lis
         (("chat", "demo"), {}, "expected a command that processes can run together"),
         (("genrate", "t1"), {}, "found 'genrate'. Did you mean 'generate'?"),
         (("bench", "overlp"), {}, "found 'bench overlp'. Did you mean 'bench overlap'?"),
-        ((), {}, "'train lm' or 'train diffusion'; found none"),
+        ((), {}, "'train lm', 'train lora' or 'train diffusion'; found none"),
         (("generate", "t1"), {}, "expected a whole number in TILEWRIGHT_PROCESSES beside TILEWRIGHT_COORDINATOR, found ''"),
         (("generate", "t1"), {"TILEWRIGHT_PROCESSES": "2", "TILEWRIGHT_PROCESS": "-1"}, "number in TILEWRIGHT_PROCESS beside"),
     ],

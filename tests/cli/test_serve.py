@@ -1,17 +1,12 @@
 """`tilewright serve`: its options, and a process from its start to its end by a signal."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from cli.conftest import Run
+from cli.server_process import process
 from models.published_files import NAME, install
 from server.fake import FakeEngine
 from tilewright.cli import main as command_line
@@ -195,46 +191,6 @@ def test_without_its_extra_it_says_what_to_install(run: Run, monkeypatch: pytest
     ran = run("serve")
     assert ran.status == 2
     assert "serving needs the serve extra: pip install 'tilewright[serve]'" in ran.err
-
-
-class Process:
-    """A server in a process of its own."""
-
-    def __init__(self, *arguments: object):
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TILEWRIGHT_COMPILE_CACHE": "0"}
-        environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "TILEWRIGHT_API_KEY": "secret"}
-        anywhere = () if "--port" in arguments else ("--port", "0")
-        command = [sys.executable, "-m", "tilewright", "serve", *anywhere, *map(str, arguments)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        self.url = ""
-
-    def wait_until_ready(self) -> str:
-        """The line that it prints."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        self.url = next((word for word in line.split() if word.startswith("http")), "")
-        return line
-
-    def post(self, body: dict[str, Any]) -> dict[str, Any]:
-        headers = {"content-type": "application/json", "authorization": "Bearer secret"}
-        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
-
-    def ended(self) -> tuple[int, str]:
-        """Its status and what it wrote to standard error."""
-        _, err = self.process.communicate(timeout=60)
-        return self.process.returncode, err
-
-
-@contextmanager
-def process(*arguments: object) -> Iterator[Process]:
-    made = Process(*arguments)
-    try:
-        yield made
-    finally:
-        made.process.kill()
-        made.process.communicate()
 
 
 def check_log(logged: str) -> None:

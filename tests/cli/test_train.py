@@ -14,7 +14,7 @@ from cli.conftest import interrupt_at
 from tilewright.train.data import read_documents, train_tokenizer
 
 SIZES = ["--sizes", "vocab_size=270,hidden_size=32,layers=1,heads=2,kv_heads=1,head_dim=16,intermediate_size=48,context=96"]
-LOOP = ["--batch-size", 2, "--sequence-length", 24, "--held-out", 0.3, "--evaluate-every", 4, "--save-every", 2]
+LOOP = ["--batch-size", 2, "--sequence-length", 24, "--held-out", 0.3, "--evaluate-every", 4, "--save", "every=2"]
 FIELDS = {
     "steps",
     "loss_nats_per_token",

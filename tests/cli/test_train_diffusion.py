@@ -7,8 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from cli.conftest import Run as Command
+from cli.conftest import interrupt_at
 from tilewright.cli import train_diffusion as cli
 from tilewright.models.checkpoint import load_decoder
 from tilewright.models.diffusion import load_diffusion
@@ -17,7 +19,7 @@ from tilewright.train.data import MASK
 from tilewright.train.loop import TrainingRun
 
 SIZES = ["--sizes", "vocab_size=290,hidden_size=32,layers=1,heads=2,kv_heads=1,intermediate_size=48,context=256"]
-LOOP = ["--batch-size", 2, "--sequence-length", 240, "--evaluate-every", 2, "--save-every", 1]
+LOOP = ["--batch-size", 2, "--sequence-length", 240, "--evaluate-every", 2, "--save", "every=1"]
 
 
 @pytest.fixture
@@ -28,6 +30,28 @@ def text(tmp_path: Path) -> Path:
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "long.txt").write_text("".join(f"line {n}\n" for n in range(200)))
     return folder
+
+
+def test_a_streamed_run_resumes_where_it_was_interrupted(
+    run: Command, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def command(name: str) -> list[object]:
+        loop = ["-b", 4, "-l", 48, "--evaluate-every", 2, "--save", "every=2", "-n", 4, "--held-out", 0.2]
+        return ["train", "diffusion", text, "--out", tmp_path / name, *SIZES, *loop, "--text", "stream=true,shuffle=8"]
+
+    with monkeypatch.context() as patched:
+        interrupt_at(3, patched)
+        assert run(*command("parts")).status != 0
+    ran = run(*command("parts"), "--json", tmp_path / "figures.json")
+    assert ran.status == 0, ran.err
+    assert "resuming diffusion model at step 2 of 4" in ran.out
+    assert run(*command("whole")).status == 0
+    parts, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("parts", "whole"))
+    for name, tensor in whole.items():
+        np.testing.assert_array_equal(parts[name], tensor)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["tokens_read"] == 2 * 4 * 48
+    assert 0 < figures["padding_share"] < 1
 
 
 def test_a_model_is_trained_resumed_and_gone_on_from(run: Command, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

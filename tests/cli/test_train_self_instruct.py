@@ -33,7 +33,7 @@ def test_the_target_writes_what_its_drafter_learns(run: Run, target: Path, promp
     measured = tmp_path / "measured.jsonl"
     measured.write_text(json.dumps({"prompt": "T4, t7, t6!"}) + "\n")
     command = ["train", "drafter", "--target", target, *LOOP, *SIZES]
-    writing = ["--self-instruct", "count=3,slots=2", "--exclude", measured, "--out", tmp_path / "out"]
+    writing = ["--self-instruct", f"count=3,slots=2,exclude={measured}", "--out", tmp_path / "out"]
     ran = run(*command, prompts, *writing, "--json", "-")
     assert ran.status == 0, ran.err
     assert "1 prompt of the excluded files" in " ".join(ran.err.split())
@@ -72,9 +72,9 @@ def test_a_drafter_learns_in_bfloat16_what_follows_openings(run: Run, target: Pa
     [
         (["--self-instruct", "count=-1"], "expected count of at least 0, found -1"),
         (["--self-instruct", "count=1,slots=0"], "expected slots of at least 1, found 0"),
-        (["--self-instruct", "slots=8"], "expected count=INTEGER with slots or openings, found none"),
+        (["--self-instruct", "slots=8"], "expected count=INTEGER with slots, openings or exclude, found none"),
         (["--self-instruct", "count=1", "--regenerate", "count=2"], "expected --regenerate or --self-instruct, found both"),
-        (["--exclude", "some.jsonl"], "expected --self-instruct with --exclude, found none"),
+        (["--self-instruct", "exclude=some.jsonl"], "expected count=INTEGER with slots, openings or exclude, found none"),
     ],
 )
 def test_options_that_do_not_go_together(

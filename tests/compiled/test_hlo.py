@@ -159,3 +159,13 @@ def test_this_machines_programs_are_read_too():
     run = execution(read_module(text), nothing)
     assert run.notes == ()
     assert max(step.times for step in run.steps) == 7
+
+
+@pytest.mark.parametrize("cycles, expected", [("9102", 9102), (str(2**63 - 1), None)])
+def test_the_largest_number_of_cycles_is_no_estimate(cycles: str, expected: int | None):
+    """For some fusions with a matmul libtpu writes the largest 64-bit number."""
+    module = read_module(
+        "HloModule step, is_scheduled=true\n\nENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
+        f'  ROOT %sum = f32[8]{{0}} add(%p, %p), backend_config={{"estimated_cycles":"{cycles}"}}\n}}\n'
+    )
+    assert module.entry.root.estimated_cycles == expected

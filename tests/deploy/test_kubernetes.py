@@ -43,7 +43,7 @@ def servers() -> Iterator[Any]:
 
 
 def test_all_manifests_are_looked_at():
-    assert sorted(path.name for path in FOLDER.iterdir()) == [ONE_HOST, SLICE]
+    assert sorted(path.name for path in FOLDER.iterdir()) == [ONE_HOST, SLICE, "train-slice.yaml"]
     assert [*objects(ONE_HOST)] == ["Deployment", "PodDisruptionBudget", "Service"]
     assert [*objects(SLICE)] == ["LeaderWorkerSet", "PodDisruptionBudget", "Service"]
 

@@ -1,6 +1,9 @@
 """Readers of graph data: what they read, and what they say about files that are not right."""
 
+import gzip
 import pickle
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ from tilewright.graph.data import (
     GraphData,
     NodeData,
     SparseRows,
+    is_labelled,
     karate_club,
+    label_kind,
     read_data,
     read_gin_folder,
     read_npz,
@@ -53,6 +58,40 @@ def test_the_karate_club():
     assert data.labels[data.train].tolist() == [0, 1]
     assert sorted([*data.train, *data.test]) == list(range(34))
     assert read_data("karate").name == "karate"
+
+
+def test_several_labels_and_numbers(tmp_path: Path):
+    """Booleans are labels, floating-point numbers are targets; a node without some of them has none."""
+    several = read_npz(write(tmp_path, y=np.array([[1, 0], [1, 1], [-1, 0], [0, 0]])))
+    assert (several.num_classes, label_kind(several.labels)) == (2, "multilabel")
+    assert read_npz(write(tmp_path, y=np.eye(4, 3) > 0)).labels.dtype == np.int32
+    numbers = read_npz(write(tmp_path, y=np.array([0.5, 1.5, np.nan, -2])))
+    assert (numbers.labels.shape, label_kind(numbers.labels)) == ((4, 1), "regression")
+    for data in (several, numbers):
+        assert is_labelled(data.labels).tolist() == [True, True, False, True]
+        parts = with_split(replace(data, train=data.train[:0]))
+        assert [len(parts.train), len(parts.val), len(parts.test)] == [1, 1, 1]
+    with pytest.raises(ValueError, match="expected labels of all nodes in test, found none of node 2"):
+        read_npz(write(tmp_path, y=np.array([0.5, 1.5, np.nan, -2]), test=np.array([2])))
+
+
+def test_files_of_a_folder_stay_on_disk(tmp_path: Path):
+    """A row of features is read when it is used; bad numbers are found all the same."""
+    arrays = {"edge_index": ARRAYS["edge_index"].astype(np.int32), "x": DENSE, "y": ARRAYS["y"], "train_mask": np.eye(4)[0] > 0}
+    for name, values in arrays.items():
+        np.save(tmp_path / f"{name}.npy", values)
+    data = read_data(str(tmp_path))
+    assert isinstance(data, NodeData)
+    assert isinstance(data.features, np.memmap)
+    assert isinstance(data.edge_index, np.memmap)
+    np.testing.assert_array_equal(data.rows(np.array([2, 0])), DENSE[[2, 0]])
+    assert data.train.tolist() == [0]
+    np.save(tmp_path / "x.npy", np.where(DENSE == 5, np.nan, DENSE))
+    with pytest.raises(ValueError, match=r"x\[3, 2\] is nan, expected a finite number in float32"):
+        read_data(str(tmp_path))
+    (tmp_path / "y.npy").write_bytes(b"labels")
+    with pytest.raises(ValueError, match=r"y.npy: expected an array of numbers, found none"):
+        read_data(str(tmp_path))
 
 
 def test_an_archive_with_sparse_features(tmp_path: Path):
@@ -127,7 +166,9 @@ def test_the_first_node_with_a_negative_feature_is_named(tmp_path: Path, dense: 
         ({"y": np.array([-1] * 4)}, "expected labelled nodes in y, found none"),
         ({"y": np.array([0, 1, -2, 1])}, r"y\[2\] is -2"),
         ({"y": np.array([0, 1, 2**31 - 1, 1])}, r"y\[2\] is 2147483647, expected -1 to 999"),
-        ({"y": np.zeros((4, 3), int)}, r"y must have the shape \[nodes\] or \[nodes, 1\], one label .* found \[4, 3\]"),
+        ({"y": np.zeros((4, 3, 1), int)}, r"y must have the shape \[nodes\] or \[nodes, labels\], found \[4, 3, 1\]"),
+        ({"y": np.array([[0, 2], [1, 1], [0, 0], [1, 0]])}, r"y\[0, 1\] is 2, expected -1 to 1"),
+        ({"y": np.array([0.5, np.inf, 1, 2])}, r"y\[1, 0\] is inf, expected a finite number, or NaN for none"),
         ({"x_shape": np.array([4, 2**31 - 1])}, r"x_shape\[1\] is 2147483647, expected at most 16777216 features"),
         ({"x_data": np.array([1, 2, 1e300, 4])}, r"x_data\[2\] is 1e\+300, expected a finite number in float32"),
         ({"x_data": np.ones((4, 1))}, r"x_data must have the shape \[any\], found \[4, 1\]"),
@@ -302,3 +343,50 @@ def test_folds_test_every_graph_once_and_have_all_labels(tmp_path: Path):
         assert data.labels[test].sum() == 1
     with pytest.raises(ValueError, match="expected at least 10 graphs for 10 folds, found 2"):
         with_folds(read_gin_folder(gin_folder(tmp_path / "few")))
+
+
+def write_table(path: Path, rows: Sequence[Sequence[float]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress("".join(",".join(map(str, row)) + "\n" for row in rows).encode()))
+
+
+def write_ogb(folder: Path) -> Path:
+    write_table(folder / "raw" / "edge.csv.gz", [[0, 1], [1, 2], [3, 2]])
+    write_table(folder / "raw" / "node-feat.csv.gz", [[0.5, -1], [1, 0], [0, 0.25], [2, 2]])
+    write_table(folder / "raw" / "node-label.csv.gz", [[1], [0], [2], [0]])
+    for part, ids in {"train": [[2], [0]], "valid": [[1]], "test": [[3]]}.items():
+        write_table(folder / "split" / "time" / f"{part}.csv.gz", ids)
+    return folder
+
+
+def test_folders_of_ogb(tmp_path: Path):
+    data = read_data(str(write_ogb(tmp_path / "ogbn_arxiv")))
+    assert isinstance(data, NodeData)
+    assert data.name == "arxiv"
+    np.testing.assert_array_equal(data.edge_index, [[0, 1, 3], [1, 2, 2]])
+    np.testing.assert_array_equal(data.features, np.array([[0.5, -1], [1, 0], [0, 0.25], [2, 2]], np.float32))
+    np.testing.assert_array_equal(data.labels, [1, 0, 2, 0])
+    assert [part.tolist() for part in (data.train, data.val, data.test)] == [[2, 0], [1], [3]]
+    folder = write_ogb(tmp_path / "ogbn_proteins")
+    write_table(folder / "raw" / "edge-feat.csv.gz", [[1, 2], [3, 4], [5, 6]])
+    write_table(folder / "raw" / "node-label.csv.gz", [[1, 0], [0, 0], [1, 1], [0, 1]])
+    both = read_data(str(folder))
+    assert isinstance(both, NodeData)
+    np.testing.assert_array_equal(both.edge_index, [[0, 1, 3, 1, 2, 2], [1, 2, 2, 0, 1, 3]])
+    np.testing.assert_array_equal(both.edge_attr, [[1, 2], [3, 4], [5, 6]] * 2)
+    assert label_kind(both.labels) == "multilabel"
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda folder: write_table(folder / "raw" / "edge.csv.gz", [[0, 4]]), r"edge_index\[1, 0\] is 4, expected 0 to 3"),
+        (lambda folder: (folder / "raw" / "edge.csv.gz").write_bytes(b"0,1"), r"edge.csv.gz: expected numbers with commas"),
+        (lambda folder: (folder / "raw" / "node-feat.csv.gz").unlink(), r"node-feat.csv.gz: expected a file, found none"),
+        (lambda folder: (folder / "split" / "other").mkdir(), "expected one folder in split, found 2"),
+    ],
+)
+def test_wrong_folders_of_ogb(tmp_path: Path, wrong: Any, message: str):
+    wrong(write_ogb(tmp_path / "ogbn_arxiv"))
+    with pytest.raises(ValueError, match=message):
+        read_data(str(tmp_path / "ogbn_arxiv"))

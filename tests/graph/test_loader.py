@@ -5,13 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from graph.test_batch import random_graphs
 from tilewright.graph.data import karate_club
-from tilewright.graph.loader import DataLoader, LinkNeighborLoader, NeighborBatch, NeighborLoader
+from tilewright.graph.loader import DataLoader, LinkNeighborLoader, NeighborBatch, NeighborLoader, prefetched
 from tilewright.models import gnn
 from tilewright.models.gnn_families import GATv2Config
 
@@ -44,15 +43,38 @@ def test_batches_of_nodes_cover_the_nodes_in_one_shape():
         for batch in epoch:
             nodes = np.asarray(batch.x).argmax(1)
             for layer, edge_attr in zip(batch.layers, batch.edge_attr, strict=True):
-                sources = np.asarray(layer.slots(jnp.asarray(nodes[: layer.num_sources])))
-                filled = np.asarray(layer.filled(0))
-                ends = np.asarray(edge_attr).reshape(*filled.shape, 2)[filled]
-                np.testing.assert_array_equal(ends[:, 0], sources[filled])
-                np.testing.assert_array_equal(ends[:, 1], np.repeat(nodes[: layer.num_nodes], filled.sum(1)))
+                rows = layer.table.forward
+                count = int(rows.offsets[-1])
+                ends = nodes[np.asarray(rows.sources)[:count]], nodes[np.asarray(rows.rows)[:count]]
+                np.testing.assert_array_equal(np.asarray(edge_attr)[:count].T, ends)
     assert not np.array_equal(*orders)
     assert loader.report.batches == 3
     assert (loader.report.rows, loader.report.edges) == (3 * 48, 3 * (4 * 3 + 16 * 2))
     assert str(loader.report).startswith("3 batches of 1 shape, each of which a program compiles for once; filled: ")
+
+
+@pytest.mark.parametrize("self_loops", [False, True])
+def test_batches_do_not_depend_on_the_number_of_threads(self_loops: bool):
+    """Also if an epoch is left early."""
+    epochs = []
+    for workers in (0, 1, 3):
+        loader = NeighborLoader(numbered(), [3, 2], batch_size=5, shuffle=True, self_loops=self_loops, num_workers=workers)
+        assert next(iter(loader)).y.shape == (5,)
+        epochs.append(jax.tree.leaves(list(loader)))
+        assert loader.report.batches == 7
+    for epoch in epochs[1:]:
+        for one, other in zip(epochs[0], epoch, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_errors_of_a_thread_are_raised():
+    def broken() -> int:
+        raise ValueError("expected something else")
+
+    found = prefetched([lambda: 1, broken, lambda: 3], 2)
+    assert next(found) == 1
+    with pytest.raises(ValueError, match="something else"):
+        next(found)
 
 
 def test_a_model_compiles_once_for_an_epoch():
@@ -122,6 +144,7 @@ def test_pygs_data_is_read():
 def test_bad_input():
     for make, message in [
         (lambda: NeighborLoader(CLUB, [2], np.array([34])), r"ids from 0 to 33, found int64 \[1\]"),
+        (lambda: NeighborLoader(CLUB, [2], num_workers=-1), "num_workers of at least 0, found -1"),
         (lambda: NeighborLoader(CLUB, [2], batch_size=0), "batch_size of at least 1, found 0"),
         (lambda: LinkNeighborLoader(CLUB, [2], edge_label=[1]), r"labels from 0 of 156 edges, found int64 \[1\]"),
         (lambda: LinkNeighborLoader(CLUB, [2], neg_sampling_ratio=-1), "neg_sampling_ratio of at least 0, found -1"),

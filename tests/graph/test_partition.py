@@ -1,5 +1,6 @@
 """A partitioned graph against the same graph on one device, and against dense matrices in NumPy."""
 
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +31,7 @@ CONFIGS = {
     "gat": gnn.GATConfig(FEATURES, CLASSES, hidden=3, heads=2, dropout=0),
     "gin": gnn.GINConfig(FEATURES, CLASSES, hidden=6, layers=2, dropout=0, learn_epsilon=True),
 }
+ORDERS = ["given", "rcm", *(["metis"] if find_spec("pymetis") else [])]
 FORMS = [("ring", "csr"), ("ring", "bucketed"), ("all_gather", "csr"), ("all_gather", "bucketed")]
 
 
@@ -188,7 +190,7 @@ def edge_lists(draw: st.DrawFn) -> tuple[int, Int[np.ndarray, "2 E"]]:
 
 
 @settings(max_examples=5)
-@given(edge_lists(), st.sampled_from(FORMS), st.sampled_from(["given", "rcm"]), st.integers(1, 3))
+@given(edge_lists(), st.sampled_from(FORMS), st.sampled_from(ORDERS), st.integers(1, 3))
 def test_any_graph_on_any_number_of_devices(listed: Any, form: tuple[str, str], order: str, devices: int):
     nodes, edges = listed
     table = table_of(*form, edges, num_nodes=nodes, mesh=make_mesh({"nodes": devices}), order=order)
@@ -240,6 +242,19 @@ def test_blocks_without_edges_between_them_do_not_meet():
     assert "32 nodes and 62 edges on 8 devices (axis 'nodes')" in str(table)
 
 
+def test_blocks_are_those_of_metis():
+    """Three cliques, numbered at random, have a device each."""
+    pytest.importorskip("pymetis")
+    place = np.random.default_rng(0).permutation(24)
+    cliques = np.array([(c * 8 + a, c * 8 + b) for c in range(3) for a in range(8) for b in range(8) if a != b])
+    edges = place[cliques.T]
+    table = table_of("ring", "csr", edges, num_nodes=24, order="metis")
+    assert table.shards.plan.hops == (0,)  # no device needs features of another
+    x = features(24)
+    wanted = aggregate(NeighborTable.from_edges(edges, 24), x)
+    close(table.unpermute(table.aggregate(table.permute(x))), wanted)
+
+
 def test_features_are_gathered_only_where_asked_for():
     for exchange, permutes, gathers in (("ring", 2, 0), ("all_gather", 0, 1)):
         table = table_of(exchange, "csr")
@@ -252,7 +267,7 @@ def test_features_are_gathered_only_where_asked_for():
     [
         ({"exchange": "bus"}, "expected the exchange ring or all_gather, found 'bus'"),
         ({"layout": "padded"}, "expected the layout auto or bucketed or csr, found 'padded'"),
-        ({"order": "random"}, "expected the order given or rcm, found 'random'"),
+        ({"order": "random"}, "expected the order given or rcm or metis, found 'random'"),
         ({"limit": 3}, "expected limit to be a power of two of at least 2, found 3"),
         ({"axis": "tensor"}, r"expected one of the mesh's axes \('nodes',\), found 'tensor'"),
         ({"weights": [1.0]}, "expected a weight for each of 191 edges"),

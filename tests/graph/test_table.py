@@ -125,10 +125,40 @@ def test_what_is_of_another_type_is_refused():
     np.testing.assert_array_equal(table.permute(np.ones((2, 1), np.float32)), np.ones((2, 1)))
 
 
-def test_rcm_without_scipy(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(__import__("sys").modules, "scipy.sparse", None)
-    with pytest.raises(ImportError, match=r"pip install 'tilewright\[graph\]'"):
-        NeighborTable.from_edges(np.zeros((2, 1), int), 1, order="rcm")
+def ring_of_cliques(cliques: int, size: int) -> np.ndarray:
+    """Undirected edges of cliques in a ring, numbered at random, with self-loops and repeated edges."""
+    inside = [(c * size + a, c * size + b) for c in range(cliques) for a in range(size) for b in range(a)]
+    between = [(c * size, (c + 1) % cliques * size + 1) for c in range(cliques)]
+    ids = np.random.default_rng(0).permutation(cliques * size)[np.array([*inside, *between, *between, (3, 3)]).T]
+    return np.concatenate([ids, ids[::-1]], 1)
+
+
+def test_metis_keeps_cliques_together(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("pymetis")
+    monkeypatch.setattr(build, "PART_NODES", 10)
+    ids = ring_of_cliques(8, 10)
+    table = NeighborTable.from_edges(ids, 80, layout="padded", order="metis")
+    assert sum(row // 10 != source // 10 for row, source, _ in slots_of(table.forward)) == 2 * 2 * 8
+    x = jnp.arange(160.0).reshape(80, 2)
+    np.testing.assert_array_equal(table.unpermute(table.permute(x)), x)
+
+
+@given(seed=st.integers(0, 2**31 - 1), nodes=st.integers(0, 30), edges=st.integers(0, 60), parts=st.integers(1, 8))
+def test_metis_partitions_any_graph(seed: int, nodes: int, edges: int, parts: int):
+    pytest.importorskip("pymetis")
+    sources, destinations = random_edges(seed, nodes, edges) if nodes else np.zeros((2, 0), int)
+    sizes = 1 + np.bincount(destinations, minlength=nodes)
+    part = build.metis_parts(destinations, sources, nodes, parts, sizes)
+    assert part.shape == (nodes,)
+    assert ((part >= 0) & (part < parts)).all()
+    np.testing.assert_array_equal(part, build.metis_parts(destinations, sources, nodes, parts, sizes))
+
+
+@pytest.mark.parametrize("order, module, extra", [("rcm", "scipy.sparse", "graph"), ("metis", "pymetis", "metis")])
+def test_orders_without_their_packages(monkeypatch: pytest.MonkeyPatch, order: Any, module: str, extra: str):
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(ImportError, match=rf"expected {module.partition('.')[0]} for order='{order}'.*'tilewright\[{extra}\]'"):
+        NeighborTable.from_edges(np.zeros((2, 1), int), 1, order=order)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -253,7 +283,8 @@ def test_self_loops_are_there_once():
         ([[0], [1]], 3, {"num_sources": 2, "order": "rcm"}, r"as many sources as nodes for order='rcm', found 2 and 3"),
         ([[0], [1]], -1, {}, r"num_nodes from 0 to 2\^31 - 1, found -1"),
         ([[0], [1]], 3, {"layout": "coo"}, r"layout to be one of auto, padded, bucketed, csr, found 'coo'"),
-        ([[0], [1]], 3, {"order": "metis"}, r"order to be one of given, rcm, found 'metis'"),
+        ([[0], [1]], 3, {"order": "degree"}, r"order to be one of given, rcm, metis, found 'degree'"),
+        ([[0], [1]], 3, {"num_sources": 2, "order": "metis"}, r"as many sources as nodes for order='metis', found 2 and 3"),
         ([[0], [1]], 3, {"limit": 48}, r"power of two of at least 2, found 48"),
         ([[0], [1]], 3, {"num_sources": 4, "order": "rcm"}, r"as many sources as nodes for order='rcm', found 4 and 3"),
         ([[0, 0], [1, 1]], 3, {"capacity": 1}, r"at most capacity=1 edges, found 2"),

@@ -1,17 +1,18 @@
-"""NumPy emulation of the NKI 0.6 operations that the kernels use, for machines without AWS's packages.
+"""NumPy emulation of the NKI 0.7 operations that the kernels use, for machines without AWS's packages.
 
 A kernel that is right here agrees with the documentation as this file reads it (docstrings of `nki.isa` and `nki.language` in
-aws-neuron/aws-neuron-sdk, August 2026). It does NOT prove that
+aws-neuron/aws-neuron-sdk, August 2026, and what NKI 0.7's documents of October 2026 say about loops). It does NOT prove that
 
-- AWS's compiler takes the kernel: it parses a subset of Python, places buffers and schedules engines, and may refuse any of it;
+- AWS's compiler takes the kernel: it traces it with Python, places buffers and schedules engines, and may refuse any of it;
 - the device gives the same numbers: rounding, order of sums and races between engines are not modelled, all runs in order;
 - SBUF suffices: only what Python still refers to is counted, alignment and fragments are not;
 - anything about time. Descriptors are counted as contiguous runs; the hardware may split or merge them.
 
 Rules that are checked: at most 128 partitions and 192 KiB in each; compute on tiles in SBUF only; a view that keeps the
 partitions; access patterns and indices within their tensor; indirect sources in HBM with one uint32 index for each partition;
-equal sizes; reduction over the last dims only; scalars of float32 and one for each partition. New memory holds NaN, or 4 where
-it holds integers, as in AWS's simulator.
+equal sizes; reduction over the last dims only; scalars of float32 and one for each partition; DMAs that convert nothing; loops
+on the device whose variable is only an offset, and whose body returns nothing. New memory holds NaN, or 4 where it holds
+integers, as in AWS's simulator.
 """
 
 import weakref
@@ -56,6 +57,13 @@ class Counts:
     used: int = 0
 
 
+class Register:
+    """The variable of a loop on the device: Python knows no number, so that the class has no arithmetic."""
+
+    def __init__(self, value: int):
+        self.value = value
+
+
 class Tensor:
     """A view of memory: `view` is what instructions see, `flat` the whole of the memory."""
 
@@ -84,11 +92,22 @@ class Tensor:
         return Tensor(self.flat, self.array.transpose(dims), self.buffer)
 
     def ap(
-        self, pattern: list[list[int]], offset: int = 0, vector_offset: "Tensor | None" = None, indirect_dim: int = 0
+        self,
+        pattern: list[list[int]],
+        offset: int = 0,
+        scalar_offset: Register | None = None,
+        vector_offset: "Tensor | None" = None,
+        indirect_dim: int = 0,
     ) -> "Tensor":
-        """Elements at `offset + sum(step * i)` of the memory; with indices, one of these takes the place of the first i."""
+        """Elements at `offset + sum(step * i)` of the memory; with indices, one of these takes the place of the first i.
+
+        A register moves them along a dim of the tensor by as many places.
+        """
         shape = tuple(count for _, count in pattern)
         size = self.array.itemsize
+        if scalar_offset is not None:
+            demand(vector_offset is None and self.array.flags.c_contiguous, "a register moves in a whole tensor")
+            offset = offset + scalar_offset.value * int(np.prod(self.shape[indirect_dim + 1 :], dtype=int))
         if vector_offset is None:
             last = offset + sum(step * (count - 1) for step, count in pattern)
             demand(0 <= offset <= last < self.flat.size, f"pattern {pattern} at {offset} leaves {self.flat.size} elements")
@@ -125,6 +144,11 @@ class Language(SimpleNamespace):
     def free(self, size: int) -> None:
         self.counts.used -= size
 
+    def fori_loop(self, lower: int, upper: int, body_fun: Callable[[Register], Any], step: int = 1) -> None:
+        demand(isinstance(step, int) and step > 0, f"step {step}")
+        for value in range(lower, upper, step):
+            demand(body_fun(Register(value)) is None, "a loop's body returns nothing")
+
 
 class Instructions:
     """`nki.isa`."""
@@ -139,11 +163,17 @@ class Instructions:
         self.counts.descriptors += max(runs(dst.array), runs(src.array), src.shape[0])
         self.counts.read += src.array.nbytes if src.buffer == HBM else 0
         self.counts.written += dst.array.nbytes if dst.buffer == HBM else 0
-        dst.array[...] = src.array.astype(np.float32).astype(dst.array.dtype) if dst.dtype != src.dtype else src.array
+        demand(dst.dtype == src.dtype, f"{src.dtype} into {dst.dtype}")
+        dst.array[...] = src.array
 
     def memset(self, dst: Tensor, value: float) -> None:
         self.on_chip(dst)
         dst.array[...] = value
+
+    def tensor_copy(self, dst: Tensor, src: Tensor) -> None:
+        self.on_chip(dst, src)
+        demand(dst.shape == src.shape, f"{src.shape} into {dst.shape}")
+        dst.array[...] = src.array.astype(np.float32).astype(dst.array.dtype)
 
     def tensor_tensor(self, dst: Tensor, data1: Tensor, data2: Tensor, op: Callable) -> None:
         self.on_chip(dst, data1, data2)

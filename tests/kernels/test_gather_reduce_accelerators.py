@@ -190,11 +190,11 @@ def run_nki(module: Any, *operands: Any) -> tuple[np.ndarray, nki_emulation.Coun
     """Runs in AWS's simulator if installed (without counts), else emulated."""
     if gather_nki.nki is None:
         return nki_emulation.run(module, module.kernel, *operands)
-    return np.asarray(gather_nki.nki.simulate(module.kernel)(*operands)), None
+    return np.asarray(gather_nki.nki.simulate(gather_nki.compiled(module.kernel))(*operands)), None
 
 
 @pytest.mark.parametrize("model", ["sage", "gcn", "gin"])
-@given(seed=st.integers(0, 2**31 - 1), sizes=st.sampled_from([(5, 3, 7, f32), (150, 20, 30, f32), (130, 5, 30, bf16)]))
+@given(seed=st.integers(0, 2**31 - 1), sizes=st.sampled_from([(5, 3, 7, f32), (150, 20, 30, f32), (260, 5, 30, bf16)]))
 def test_on_trainium(model: str, seed: int, sizes: tuple[int, int, int, Any]):
     """Tests a mean, a weighted sum and a sum with one kernel."""
     rows, slots, features, dtype = sizes
@@ -214,7 +214,7 @@ def test_on_trainium(model: str, seed: int, sizes: tuple[int, int, int, Any]):
         assert (counts.read, counts.written) == (moved.read, moved.written)
 
 
-@pytest.mark.parametrize("rows, slots, features, dtype", [(5, 3, 7, f32), (150, 40, 20, f32), (130, 5, 30, bf16)])
+@pytest.mark.parametrize("rows, slots, features, dtype", [(5, 3, 7, f32), (150, 40, 20, f32), (256, 5, 30, bf16)])
 def test_sum_of_messages_on_trainium(rows: int, slots: int, features: int, dtype: Any):
     messages, degrees = messages_of(rows, slots, features, dtype)
     out, counts = run_nki(scatter_nki, *scatter_nki.operands(np.asarray(messages), np.asarray(degrees)))
@@ -264,3 +264,35 @@ def test_what_the_emulation_refuses():
         table.ap(pattern=[[5, 4], [1, 5]], vector_offset=indices)
     with pytest.raises(nki_emulation.NkiError, match="partition dim stays"):
         tile.permute((1, 0, 2))
+    with pytest.raises(nki_emulation.NkiError, match="float32 into bfloat16"):
+        nisa.dma_copy(dst=nl.ndarray((4, 5), "bfloat16", nl.shared_hbm), src=sums)
+    with pytest.raises(nki_emulation.NkiError, match="body returns nothing"):
+        nl.fori_loop(0, 4, lambda first: first)
+    after: Any = lambda first: first + 1  # noqa: E731
+    with pytest.raises(TypeError):
+        nl.fori_loop(0, 4, after)
+    with pytest.raises(nki_emulation.NkiError, match="leaves 45 elements"):
+        nl.fori_loop(0, 8, lambda first: nisa.dma_copy(sums, table.ap([[5, 4], [1, 5]], scalar_offset=first)), 2)
+
+
+@pytest.mark.skipif(gather_nki.nki is not None, reason="counts in the emulation")
+def test_the_program_for_trainium_does_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch):
+    """NKI unrolls Python's loops, so a kernel must call as many instructions for 50 full tiles as for one."""
+    bodies = []
+
+    def once(self: Any, lower: int, upper: int, body_fun: Any, step: int = 1) -> None:
+        bodies.append((upper - lower) // step)
+        body_fun(nki_emulation.Register(lower))
+
+    monkeypatch.setattr(nki_emulation.Language, "fori_loop", once)
+    calls = []
+    for rows in (128, 50 * 128):
+        case = case_of(rows, 3, 7, f32, True)
+        x, sources, degrees, weights = (np.asarray(each) for each in case)
+        counts = run_nki(gather_nki, *gather_nki.operands(x, sources, degrees, weights, "mean"))[1]
+        messages = run_nki(scatter_nki, *scatter_nki.operands(*(np.asarray(each) for each in messages_of(rows, 3, 7, f32))))[1]
+        assert counts is not None
+        assert messages is not None
+        calls.append((counts.calls, messages.calls))
+    assert calls[0] == calls[1]
+    assert bodies == [1, 1, 50, 50]

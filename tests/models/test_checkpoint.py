@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
+import tilewright.models.checkpoint
 from tilewright.models.checkpoint import decoder_config, load_decoder, load_params, read_config, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams, config_to_hf, declare
 from tilewright.models.layers import Llama3Scaling
@@ -124,6 +126,51 @@ def test_saving_replaces_what_was_there(tmp_path: Path):
     make(tmp_path, LLAMA)
     params = make(tmp_path, QWEN)
     assert_equal(load_decoder(tmp_path, jnp.float32)[1], params)
+
+
+def test_interrupted_writing_leaves_the_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    params = make(tmp_path, QWEN)
+
+    def half(tensors: Any, path: Path, **_: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    for processes in (1, 2):
+        with monkeypatch.context() as patched:
+            patched.setattr(tilewright.models.checkpoint, "save_file", half)
+            with pytest.raises(OSError, match="disk full"):
+                make_together(tmp_path, LLAMA, processes, patched)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert_equal(load_decoder(tmp_path, jnp.float32)[1], params)
+
+
+def make_together(folder: Path, config: DecoderConfig, processes: int, monkeypatch: pytest.MonkeyPatch) -> DecoderParams:
+    """Writes a model as so many processes do, the first of them last, since it waits for the others."""
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "process_count", lambda: processes)
+        patched.setattr(multihost_utils, "sync_global_devices", lambda name: None)
+        for index in range(processes - 1, 0, -1):
+            patched.setattr(jax, "process_index", lambda index=index: index)
+            make(folder, config)
+        patched.setattr(jax, "process_index", lambda: 0)
+        return make(folder, config)
+
+
+def test_processes_write_a_part_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make(tmp_path, LLAMA)
+    for processes in (3, 2):
+        params = make_together(tmp_path, QWEN, processes, monkeypatch)
+        assert_equal(load_decoder(tmp_path, jnp.float32)[1], params)
+        parts = [f"model-{n + 1:05d}-of-{processes:05d}.safetensors" for n in range(processes)]
+        index = "model.safetensors.index.json"
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", *parts, index], "and nothing of before"
+        found = {part: load_file(tmp_path / part) for part in parts}
+        map_ = json.loads((tmp_path / index).read_text())["weight_map"]
+        assert map_ == {name: part for part, tensors in found.items() for name in tensors}
+        sizes = [sum(value.nbytes for value in tensors.values()) for tensors in found.values()]
+        assert max(sizes) < 1.5 * sum(sizes) / processes
+    make(tmp_path, QWEN)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_failed_save_leaves_the_old_files(tmp_path: Path):

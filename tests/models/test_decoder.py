@@ -199,7 +199,7 @@ def test_each_layer_attends_in_order_with_rotated_keys(schedule: Strategy, times
     def attend(ops: Any, projection: Any, heads: Any, attn_metadata: Any, kv_cache: Array) -> tuple[Array, Any]:
         q, k, v = ops.heads(projection, heads)
         traced.append((q.shape, k.shape, v.shape))
-        return causal_attend(ops, projection, heads, attn_metadata, kv_cache)[0], (kv_cache + attn_metadata, k)
+        return causal_attend(ops, projection, heads, None, kv_cache)[0], (kv_cache + attn_metadata, k)
 
     def kept(params: DecoderParams, at: Array) -> Any:
         return forward(SMALL, PLAIN, params, tokens, at, attend, jnp.int32(10), (0, 1), schedule=schedule).caches

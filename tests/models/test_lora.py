@@ -14,7 +14,7 @@ from reference.lora_numpy import config_of, merged, random_adapter, write_adapte
 from tilewright.kernels.operations import Joined, Norm, with_gates_apart
 from tilewright.kernels.select import operations
 from tilewright.models.decoder import Layer, config_from_hf, declare
-from tilewright.models.lora import Adapter, Adapters, LowRankPair, adapted_operations, changeable, module_of, row_ranks
+from tilewright.models.lora import Adapter, Adapters, LowRankPair, adapted_operations, changeable_modules, module_of, row_ranks
 from tilewright.models.lora_files import read_adapter, read_adapters
 from tilewright.models.params import matrix
 
@@ -143,8 +143,9 @@ def test_modules_of_a_multimodal_checkpoint_are_those_of_its_text_half(tmp_path:
 def test_joined_tensors_of_a_checkpoint_are_divided() -> None:
     """Phi-3's `qkv_proj` is one module: the three matrices share A, and have their own rows of B."""
     config = config_from_hf({**CONFIG, "model_type": "phi3", "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": 0})
-    (layer,) = declare(config).layers
-    modules = {module_of(spec): spec for spec in changeable(layer)}
+    specs = declare(config)
+    (layer,) = specs.layers
+    modules = changeable_modules(specs)
     assert modules["model.layers.0.self_attn.qkv_proj"].stored_shape == (96, 32)
     both = LowRankPair(np.ones((2, 32), np.float32), np.repeat(np.arange(96, dtype=np.float32)[:, None], 2, 1))
     adapters = Adapters((Adapter("a", 2, {"model.layers.0.self_attn.qkv_proj": both}),))

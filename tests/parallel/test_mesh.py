@@ -41,6 +41,16 @@ def test_devices_of_a_tpu_along_one_axis_are_a_ring_of_neighbours(chip: str):
         assert set(apart) == {1}
 
 
+@pytest.mark.tpu
+@pytest.mark.parametrize("chip", ["v5e:4x4", "v6e:4x4"])
+def test_axes_may_split_the_sides_of_a_slice(chip: str):
+    mesh = make_mesh({"fsdp": 8, "tp": 2}, tpu_topology(chip).devices)
+    assert mesh.devices.shape == (8, 2)
+    assert len(set(mesh.devices.flat)) == 16
+    for one, other in mesh.devices:
+        assert sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True)) == 1
+
+
 def chips(*sides: int) -> list[SimpleNamespace]:
     """What a TPU's devices say of themselves."""
     return [SimpleNamespace(coords=coords) for coords in product(*map(range, sides))]

@@ -164,7 +164,7 @@ def test_contexts_keep_up(lm: LanguageModel, runs: list[tuple[Choice, int]]):
             break
         session.advance(rounds, choice)
     inputs = [[*row.prompt, *row.tokens] for row in session.rows]
-    fresh = lm.start(inputs, Sampling(5))
+    fresh = lm.start(inputs, [replace(each, max_new_tokens=5) for each in REQUESTS[2:]])  # drafts follow the noise of draws
     fresh.prefill()
     for choice in CHOICES[2::2]:
         got, want = (proposed(lm, each, choice) for each in (session, fresh))

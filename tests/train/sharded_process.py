@@ -4,6 +4,7 @@ Usage: python sharded_process.py COORDINATOR INDEX FOLDER
 """
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ import numpy as np  # noqa: E402
 from tilewright.cli.train import broadcast_tokenizer  # noqa: E402
 from tilewright.models import decoder  # noqa: E402
 from tilewright.parallel.exchanges import FullyShardedPlan  # noqa: E402
-from tilewright.train import checkpoint  # noqa: E402
+from tilewright.parallel.mesh import gather_texts  # noqa: E402
+from tilewright.train.checkpoint import Checkpoints  # noqa: E402
 from tilewright.train.data import Document, train_tokenizer  # noqa: E402
-from tilewright.train.step import ONE_DEVICE, TrainingPlacement  # noqa: E402
+from tilewright.train.step import ONE_DEVICE, TrainingPlacement, require_one_run  # noqa: E402
 from tilewright.train.text import TextOptions, Windows  # noqa: E402
 from train.sharded_support import CONFIGS, counted, placed  # noqa: E402
 from train.support import random_stream  # noqa: E402
@@ -58,11 +60,19 @@ for sharded, rows in ((over_both, 4), (over_rows, 4), (over_columns, 8)):
     require_shards(sharded.place(cut), batch_of(ONE_DEVICE))
 print("batches divided")
 
-checkpoint.write(folder, divided(over_both), 3, {"curve.loss": np.array([2.5], np.float32)}, {"run": 1})
-found, step, figures = checkpoint.read(folder, divided(over_rows), {"run": 1})
-require_shards(found, counted("qwen2"))
-assert (step, figures["curve.loss"].tolist()) == (3, [2.5])
+with closing(Checkpoints(str(folder))) as checkpoints:
+    checkpoints.save(divided(over_both), 3, {"curve.loss": np.array([2.5], np.float32)}, {"run": 1})
+with closing(Checkpoints(str(folder))) as checkpoints:
+    found = checkpoints.load(3, divided(over_rows), {"run": 1})
+require_shards(found.state, counted("qwen2"))
+assert (found.step, found.metrics["curve.loss"].tolist()) == (3, [2.5])
 print("checkpoint read")
+
+assert gather_texts("a" * (index + 1)) == ["a", "aa"]
+try:
+    require_one_run({"seed": 0, "stream": {"files": "one" if index else "another"}})
+except ValueError as error:
+    print("refused", error)
 
 own_words = ["one two three " * 9, "one two three four five six " * 9][index]
 agreed = broadcast_tokenizer(train_tokenizer([Document(own_words)], 300))

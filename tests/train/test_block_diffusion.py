@@ -1,6 +1,7 @@
 """Training of models whose blocks are denoised: what a pass over both copies predicts, and that its loss is that of NumPy."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -93,9 +94,9 @@ def test_the_loss_is_that_of_each_block_behind_clean_tokens(name: str):
     tensors = dict(to_tensors(model.specs, params, jnp.float32))
     batch = small_batch()
     key = jax.random.key(2)
-    predicted = model.predict(batch, key)
+    predicted = jax.jit(model.predict)(batch, key)
     total = jnp.sum(predicted.counts)
-    loss, weight = model.loss(PLAIN, params, predicted)
+    loss, weight = jax.jit(partial(model.loss, PLAIN))(params, predicted)
     clean = np.asarray(batch.tokens)
     noisy = np.asarray(predicted.inputs)[:, LENGTH:]
     np.testing.assert_array_equal(np.asarray(predicted.inputs)[:, :LENGTH], clean)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, processors
 
 from tilewright.models.chat import ChatTemplate
+from tilewright.models.records import read_jsonl
 from tilewright.train.data import (
     END_OF_TEXT,
     MASK,
@@ -21,7 +22,6 @@ from tilewright.train.data import (
     encode_documents,
     end_of_text,
     read_documents,
-    read_jsonl,
     require_windows,
     split_documents,
     split_windows,
@@ -286,12 +286,14 @@ def test_a_folder_says_what_it_passes_over(tmp_path: Path):
         read_documents([tmp_path])
     (tmp_path / "a.TXT").write_text("one")
     (tmp_path / "b.txt").write_text(" ")
+    (tmp_path / "out" / "training").mkdir(parents=True)
+    (tmp_path / "out" / "training" / "metrics.jsonl").write_text('{"step": 10, "loss": 2.5}\n')  # of a run that writes here
     left_out: Counter[str] = Counter()
     assert read_documents([tmp_path], left_out) == [Document("one")]
-    assert left_out == {"other files": 1, "JSON files without records": 2, "empty files": 1}
+    assert left_out == {"other files": 2, "JSON files without records": 2, "empty files": 1}
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "x.csv").write_text("1")
-    with pytest.raises(ValueError, match=r"sub: expected files ending in \.txt, .*\.json, found \.csv"):
+    with pytest.raises(ValueError, match=r"sub: expected files ending in \.txt, .*\.json, .*\.parquet, .*, found \.csv"):
         read_documents([tmp_path / "sub"])
 
 

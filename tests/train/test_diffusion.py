@@ -21,7 +21,16 @@ from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.params import initialise, to_tensors
 from tilewright.train.arithmetic import Problem
 from tilewright.train.data import MASK, Chat, Document, end_of_text, train_tokenizer
-from tilewright.train.diffusion import PADDING_WEIGHT, Batch, Examples, Pairs, fill_ins, masked_denoiser, train_diffusion
+from tilewright.train.diffusion import (
+    PADDING_WEIGHT,
+    Batch,
+    Examples,
+    Pairs,
+    encode_problem,
+    fill_ins,
+    masked_denoiser,
+    train_diffusion,
+)
 from tilewright.train.loop import TrainingRun
 from tilewright.train.text import TextOptions
 from train.support import silent
@@ -147,8 +156,7 @@ def test_only_the_beginning_has_special_tokens(tokenizer: Tokenizer):
         ids, first = pairs[n]
         assert (ids[0], list(ids).count(1), first > 1) == (1, 1, True)
         assert begins.decode(ids[1:].tolist(), skip_special_tokens=False) == text
-    made = Examples(begins, pairs, pairs, 0.5, 0, replace(OPTIONS, sequence_length=260))
-    assert list(made.encode(PROBLEMS[0])[0]).count(1) == 1
+    assert list(encode_problem(begins, PROBLEMS[0])[0]).count(1) == 1
 
 
 def test_conversations_make_a_pair_for_each_answer(tokenizer: Tokenizer):

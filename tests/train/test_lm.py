@@ -20,7 +20,7 @@ from tilewright.models import decoder
 from tilewright.models.params import abstract, initialise, spec_leaves, to_tensors
 from tilewright.parallel.exchanges import FullyShardedPlan
 from tilewright.train.data import TokenStream
-from tilewright.train.lm import hidden_matrices, language_model, next_token_loss, train_lm
+from tilewright.train.lm import hidden_matrices, language_model, next_token_loss, next_tokens, train_lm
 from tilewright.train.sharded import prediction_loss
 from tilewright.train.step import ONE_DEVICE, TrainingPlacement, compiled_step, training_mesh
 from tilewright.train.text import HELD_OUT_BATCHES, Windows, make_optimizer
@@ -222,9 +222,17 @@ def test_documents_of_a_sequence_do_not_see_each_other(strategy: str, window: in
     assert float(found) == pytest.approx(loss_apart(config, target_params(config), batch), rel=1e-5)
 
 
+def test_positions_begin_anew_with_each_segment():
+    tokens, in_loss = batch(rows=2, length=9)
+    segments = np.asarray([[1, 1, 1, 2, 3, 3, 3, 3, 3], [7, 7, 7, 7, 1, 1, 0, 0, 0]], np.int32)
+    predicted = next_tokens(jnp.asarray(tokens), jnp.asarray(in_loss), jnp.asarray(segments))
+    np.testing.assert_array_equal(predicted.places, [[0, 1, 2, 0, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1, 0, 1]])
+    np.testing.assert_array_equal(next_tokens(jnp.asarray(tokens), jnp.asarray(in_loss)).places, [np.arange(8)] * 2)
+
+
 def test_segments_need_documents_and_attention(tmp_path: Path):
     stream = documents((40, 60, 80))
-    with pytest.raises(ValueError, match="expected a model without linear attention for --segments, found one with it"):
+    with pytest.raises(ValueError, match="without linear attention for --text segments=true, found one with it"):
         train_lm(HYBRID, stream, stream, options(), tmp_path, silent(), segments=True)
     with pytest.raises(ValueError, match="expected text whose documents are known for segments, found joined text"):
         train_lm(TARGET, counting_stream(), stream, options(), tmp_path, silent(), segments=True)

@@ -134,7 +134,7 @@ def test_a_trained_head_agrees_with_its_target(tmp_path: Path):
     target = train_lm(TARGET, stream, stream, chosen, tmp_path / "target", silent()).params
     chosen = replace(chosen, optimizer="muon", steps=50)
     result, agreed = train_mtp(TARGET, target, PART, stream, stream, chosen, MtpOptions(), tmp_path / "head", silent())
-    assert result.curve["held_out_loss"][0] > 1.2 * result.last("held_out_loss")
+    assert result.last("held_out_loss") < 0.1  # from 3 nats of a guess
     assert min(agreed) > 0.95
     assert set(range(1, 8)) <= set(result.params.vocab.ids.tolist())
     with pytest.raises(ValueError, match=r"mtp\.decay: checkpoint 0\.8, now 0\.5"):

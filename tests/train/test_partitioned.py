@@ -17,6 +17,7 @@ from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.experts import Mixture
 from tilewright.models.lilicorr import LiLiCorrConfig
 from tilewright.models.mtp import MtpConfig, layer_config
+from tilewright.train.checkpoint import CHECKPOINTS
 from tilewright.train.dflash2 import DFlash2Options, train_dflash2
 from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.dspark import DSparkOptions, train_dspark
@@ -98,7 +99,7 @@ def test_a_drafter_over_a_mesh_is_that_of_one_device(tmp_path: Path, monkeypatch
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(TrainingRun, "advance", stopped)
             trained(kind, tmp_path / "mesh", fsdp=4, tp=2)
-        assert (tmp_path / "mesh" / "sharded" / "2").is_dir()
+        assert (tmp_path / "mesh" / CHECKPOINTS / "2").is_dir()
     found = trained(kind, tmp_path / "mesh", fsdp=2, tp=2)
     for name in ("loss", "held_out_loss"):
         np.testing.assert_allclose(found.curve[name], wanted.curve[name], rtol=1e-4)
@@ -128,6 +129,6 @@ def test_the_target_may_have_experts(tmp_path: Path):
 def test_what_a_mesh_does_not_divide_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="expected a batch that fsdp=8 divides, found 4"):
         trained("dflash", tmp_path, fsdp=8)
-    with pytest.raises(ValueError, match="expected the axes fsdp and tp, found dp"):
-        data_mesh({"dp": 2})
+    with pytest.raises(ValueError, match="expected the axes dp, fsdp and tp, found pp"):
+        data_mesh({"pp": 2})
     assert not list(tmp_path.iterdir())

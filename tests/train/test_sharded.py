@@ -17,7 +17,7 @@ from tilewright.models.experts import Mixture
 from tilewright.parallel.exchanges import FullyShardedPlan, Sublayers
 from tilewright.train.finite import FINITE, NotFiniteTraining, require_finite
 from tilewright.train.lm import hidden_matrices, language_model
-from tilewright.train.loop import WEIGHT
+from tilewright.train.log import WEIGHT
 from tilewright.train.sharded import prediction_loss
 from tilewright.train.step import ONE_DEVICE, TrainingPlacement, initial_state, train_step, training_mesh
 from tilewright.train.text import TextOptions, make_optimizer
@@ -90,6 +90,33 @@ FIRST = ("rings, tied head", "halves of their own shifts, biases", "parts of a b
 def test_other_plans_families_and_parts_of_a_batch_give_the_same(name: str):
     family, mesh, plan, accumulate = OTHERS[name]
     equal(over_devices(placed(family, *mesh, plan), family, accumulate), family)
+
+
+REPLICATED = {
+    "parts of a batch": ("qwen3", {"dp": 2, "fsdp": 2, "tp": 2}, FullyShardedPlan(), 2),
+    "replicas of whole weights": ("qwen2", {"dp": 8}, FullyShardedPlan(), 1),
+    "rings, in a loop": ("looped", {"dp": 2, "fsdp": 4}, replace(RINGS, scan=True), 1),
+    "experts, balanced, kept": ("qwen3_moe", {"dp": 4, "tp": 2}, FullyShardedPlan(remat=False), 1),
+    "auto-sharded": ("qwen2", {"dp": 2, "fsdp": 2, "tp": 2}, None, 1),
+}
+"""Family, mesh, plan and parts of a batch."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "parts of a batch" else pytest.mark.slow) for name in REPLICATED]
+)
+def test_replicas_of_the_weights_give_the_same(name: str):
+    family, axes, plan, parts = REPLICATED[name]
+    equal(over_devices(TrainingPlacement(training_mesh(axes, CONFIGS[family]), plan), family, parts), family)
+
+
+def test_gradients_are_summed_over_replicas_once_for_each_array():
+    """Weights are gathered within a replica; each scattered gradient is then summed over both, and norms with all others."""
+    placement = TrainingPlacement(training_mesh({"dp": 2, "fsdp": 4}, CONFIGS["qwen2"]), FullyShardedPlan())
+    program = str(jax.make_jaxpr(gradient(placement, "qwen2"))(drawn("qwen2"), *batch()))
+    assert "all_gather" in program
+    assert not re.findall(r"(?:all_gather|reduce_scatter)\[[^]]*?axis_name=\(?[^)\]]*'dp'", program)
+    assert len(re.findall(r"axes=\('dp',\)", program)) == 2 * 7 + 2
 
 
 def test_bfloat16_is_near_and_its_gradients_are_float32():
@@ -216,8 +243,12 @@ def test_fifty_steps_follow_the_curve_of_one_device(optimizer: str):
             lambda: training_mesh({"tp": 4}, HYBRID),
             "expected devices that divide 4 heads, 24 vocabulary, 32 MLP columns, 4 experts",
         ),
-        (lambda: training_mesh({"dp": 2}, CONFIGS["qwen2"]), "expected the axes fsdp and tp, found dp"),
+        (lambda: training_mesh({"pp": 2}, CONFIGS["qwen2"]), "expected the axes dp, fsdp and tp, found pp"),
         (lambda: placed("qwen2", 4, 2, FullyShardedPlan()).check_batch(16, 8, 3), "that fsdp=4 × 3 parts divide, found 16"),
+        (
+            lambda: TrainingPlacement(training_mesh({"dp": 2, "fsdp": 4}, CONFIGS["qwen2"])).check_batch(12),
+            "expected a batch that dp=2 × fsdp=4 divide, found 12",
+        ),
         (
             lambda: placed("qwen2", 1, 8, FullyShardedPlan()).check_batch(1, 9),
             "that tp=8 divides, found 9",

@@ -22,7 +22,7 @@ from tilewright.bench.overlap import STEADY, layer_figures, ratio, slice_of_mesh
 from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
 from tilewright.hardware.links import HOP_US, Fabric
 from tilewright.hardware.tpu import TpuChip, chip_of
-from tilewright.kernels.select import PLAIN
+from tilewright.kernels.operations import Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.params import abstract
@@ -45,8 +45,9 @@ from tilewright.perfmodel.timeline_ranges import sweep_timelines
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
 from tilewright.train.balance import balanced
 from tilewright.train.lm import language_model
+from tilewright.train.predictions import Predictor
 from tilewright.train.sharded import prediction_loss
-from tilewright.train.step import NOTHING, TrainingPlacement, cast_loss, compiled_step, state_shardings, training_mesh
+from tilewright.train.step import NOTHING, Loss, TrainingPlacement, cast_loss, compiled_step, state_shardings, training_mesh
 from tilewright.train.text import TextOptions
 
 FORWARD = "forward"
@@ -248,8 +249,48 @@ def optimizer() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b2=0.95))
 
 
-def compile_program(case: TrainingCase, name: str, plan: FullyShardedPlan) -> TrainingProgram:
+def compile_step(
+    chip: str,
+    model: Predictor,
+    loss: Loss,
+    update: optax.GradientTransformation,
+    placement: TrainingPlacement,
+    batch: tuple[jax.ShapeDtypeStruct, ...],
+    parts: int = 1,
+    flags: Mapping[str, bool] | None = None,
+) -> Compiled:
+    """Compiles a train step over a mesh of a topology's devices; DONATES parameters and optimizer state.
+
+    Args:
+        chip: TPU topology.
+        model: the model, and what it predicts.
+        loss: its loss over the mesh.
+        update: the optimizer.
+        placement: mesh and strategy.
+        batch: arguments of `Predictor.predict`, sharded.
+        parts: parts of a batch, whose gradients are accumulated.
+        flags: compiler options.
+    """
+    assert placement.mesh is not None, "the devices are in a mesh"
+    step = compiled_step(loss, update, lambda _, batch, key: model.predict(batch, key), placement, model.specs, parts)
+    params = abstract(model.specs, jnp.float32, placement.shardings(model.specs))
+    state = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(update.init, params),
+        state_shardings(placement, model.specs, update),
+    )
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=NamedSharding(placement.mesh, PartitionSpec()))
+    return compile_for(chip, step, params, state, None, batch, key, options=flags)
+
+
+def compile_program(case: TrainingCase, name: str, plan: FullyShardedPlan, ops: Operations | None = None) -> TrainingProgram:
     """Compiles one step; `ANNOTATED` is the auto-sharded step.
+
+    Args:
+        case: the step to compile.
+        name: name of the program.
+        plan: schedule of its collectives.
+        ops: operations of the loss; by default those of `train lm` on a TPU.
 
     Raises:
         ValueError: See `TrainingCase.placement`.
@@ -260,24 +301,15 @@ def compile_program(case: TrainingCase, name: str, plan: FullyShardedPlan) -> Tr
     if peer:
         placement = replace(placement, plan=None, remat=NOTHING)
     model = language_model(case.compiled_config)
-    loss = prediction_loss(model, PLAIN, placement)
+    if ops is None:
+        ops = placement.ops(TextOptions(compute_dtype=plan.dtype), "tpu")
+    loss = prediction_loss(model, ops, placement)
     if peer:
         loss = cast_loss(TextOptions(compute_dtype=plan.dtype), loss)
-    step = compiled_step(loss, optimizer(), lambda _, batch, key: model.predict(batch, key), placement, model.specs)
-    params = abstract(model.specs, jnp.float32, placement.shardings(model.specs))
-    state = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(optimizer().init, params),
-        state_shardings(placement, model.specs, optimizer()),
-    )
     shape = (case.batch, case.length + 1)
-    tokens, in_loss = (
-        jax.ShapeDtypeStruct(shape, dtype, sharding=placement.batch_sharding) for dtype in (jnp.int32, jnp.bool_)
-    )
-    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=NamedSharding(case.mesh, PartitionSpec()))
-    kind = case.chip.partition(":")[0]
-    flags = FLAGS.get(kind, ASYNC) if peer else None
-    found = compile_for(case.chip, step, params, state, None, (tokens, in_loss), key, options=flags)
+    batch = tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=placement.batch_sharding) for dtype in (jnp.int32, jnp.bool_))
+    flags = FLAGS.get(case.chip.partition(":")[0], ASYNC) if peer else None
+    found = compile_step(case.chip, model, loss, optimizer(), placement, batch, flags=flags)
     compile_s = time.perf_counter() - started_at
     graph = placed(read_schedule(found.hlo, case.spec))
     return TrainingProgram(case, name, plan, found, simulate(graph, case.fabric), compile_s)

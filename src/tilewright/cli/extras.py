@@ -1,14 +1,17 @@
 """Extras of the package: modules and purpose of each."""
 
 EXTRAS = {
-    "train": (("optax",), "training"),
-    "sharded": (("orbax",), "training over several devices"),
+    "train": (("optax", "orbax", "grain", "array_record"), "training"),
+    "parquet": (("pyarrow",), "reading Parquet and Arrow files, .zst files and tables of graphs"),
+    "tensorboard": (("tensorboardX",), "logging for TensorBoard"),
+    "wandb": (("wandb",), "logging to Weights & Biases"),
     "serve": (("fastapi", "uvicorn", "prometheus_client", "pydantic"), "serving"),
     "gguf": (("gguf",), "reading GGUF files"),
     "grammar": (("llguidance",), "structured output"),
     "otel": (("opentelemetry.sdk",), "tracing by OpenTelemetry"),
     "ray": (("ray",), "serving replicas on a cluster (deploy/ray_serve.py)"),
     "graph": (("scipy",), "numbering the nodes of graphs for locality"),
+    "metis": (("pymetis",), "partitioning graphs with METIS"),
     "neuron": (("simpy",), "simulating Neuron chips"),
     "tpu": (("libtpu",), "computing on TPUs and compiling for them"),
     "oracle": (("torch", "transformers"), "comparing with transformers"),

@@ -27,7 +27,6 @@ COMMANDS = {
     "serve": "serve:serve",
     "chat": "chat:chat",
     "chips": "chips:chips",
-    "plan": "plan:plan",
     "verify-exact": "verify_exact:verify_exact",
     "doctor": "doctor:doctor",
 }
@@ -38,9 +37,16 @@ GROUPS = {
         "Training.",
         {
             "lm": "train:lm",
+            "lora": "train_lora:lora",
             "drafter": "train_drafter:drafter",
             "diffusion": "train_diffusion:diffusion",
             "gnn": "train_gnn:gnn",
+        },
+    ),
+    "plan": (
+        "Plans runs on chips that are absent.",
+        {
+            "training": "plan_training:plan_training",
         },
     ),
     "bench": (
@@ -54,10 +60,11 @@ GROUPS = {
         },
     ),
     "inspect": (
-        "Inspects compiled programs, also for absent chips, and grammars.",
+        "Inspects compiled programs, also for absent chips, training runs and grammars.",
         {
             "overlap": "inspect_overlap:inspect_overlap",
             "training": "inspect_training:inspect_training",
+            "run": "inspect_run:inspect_run",
             "diff": "inspect_diff:inspect_diff",
             "trace": "inspect_trace:inspect_trace",
             "grammar": "inspect_grammar:inspect_grammar",
@@ -66,6 +73,7 @@ GROUPS = {
     "neuron": (
         "Simulates programs on Neuron chips, and prints environment variables for real ones.",
         {
+            "plan": "neuron_plan:plan",
             "simulate": "neuron_simulate:simulate_program",
             "env": "neuron_tools:environment",
             "calibrate": "neuron_tools:calibrate_command",

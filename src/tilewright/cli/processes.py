@@ -22,7 +22,7 @@ CLUSTER = "cluster"
 SERVE = "serve"
 """Command that receives requests in the first process only, which sends every dispatch to the others."""
 
-TOGETHER = ("generate", SERVE, "bench overlap", "train lm", "train diffusion")
+TOGETHER = ("generate", SERVE, "bench overlap", "train lm", "train lora", "train diffusion")
 """Commands that can run in several processes, which compute the same from the same arguments."""
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from shutil import copyfile
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,17 +37,23 @@ from tilewright.train.data import (
     Split,
     TokenStream,
     encode_documents,
+    encode_each,
     end_of_text,
+    find_files,
     read_documents,
     split_documents,
     split_windows,
     train_tokenizer,
 )
 from tilewright.train.grow import grow
-from tilewright.train.lm import train_lm
+from tilewright.train.lm import check_segments, language_model, train_predictor
+from tilewright.train.log import LogOptions
 from tilewright.train.loop import TrainResult
 from tilewright.train.step import EVERYTHING, NOTHING, Remat, TrainingPlacement, model_shardings, training_mesh
-from tilewright.train.text import TextOptions, require_texts, text_metrics
+from tilewright.train.text import Batches, Packing, StreamOptions, TextOptions, Windows, text_metrics
+
+if TYPE_CHECKING:
+    from tilewright.train.stream import StreamBatches, StreamSources
 
 TEXT = Group("Text", sort_key=3)
 TRAINING = Group("Training", sort_key=4)
@@ -83,6 +89,29 @@ class OptimizerSettings:
     state_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
+@dataclass(frozen=True)
+class SaveSettings:
+    """Settings of `--save`.
+
+    Attributes:
+        every: steps between checkpoints; epochs for graphs. [default: 100, graphs 50]
+        keep: number of checkpoints to keep, the last ones. [default: 1]
+        folder: folder or URL of the checkpoints, such as gs://bucket/run. [default: `training/checkpoints` of --out]
+    """
+
+    every: int | None = None
+    keep: int = 1
+    folder: str | None = None
+
+    def options(self, every: int) -> dict[str, Any]:
+        """Returns the fields of `TrainOptions`, with a default number of steps between checkpoints."""
+        return {"save_every": given(self.every, every), "keep": self.keep, "checkpoints": self.folder}
+
+
+SaveOption = Annotated[SaveSettings, settings(SaveSettings, "checkpoints, which are written while training goes on")]
+LogOption = Annotated[LogOptions, settings(LogOptions, "log of the metrics, beside `training/metrics.jsonl` of --out")]
+
+
 @Parameter(group=TRAINING)
 @option_class
 class LoopOptions:
@@ -94,9 +123,9 @@ class LoopOptions:
         sequence_length: tokens per sequence.
         learning_rate: peak learning rate of AdamW.
         seed: seed of the initial weights and of the order of the data.
-        held_out: share of the documents that is held out for evaluation; a share of less than one document holds out windows.
+        held_out: share of the documents that is held out for evaluation, or a file or folder of held-out documents; a share of
+            less than one document holds out windows.
         evaluate_every: steps between evaluations of the held-out loss.
-        save_every: steps between checkpoints.
         accumulate: parts of a batch that run one after another, which takes less memory; the result is that of the batch at
             once.
         matmul_dtype: dtype of matrix products. auto takes bfloat16 with float32 sums if the chip has instructions for it,
@@ -113,21 +142,29 @@ class LoopOptions:
         OptimizerSettings()
     )
     seed: int = 0
-    held_out: Annotated[float, Parameter(group=TEXT)] = 0.02
+    held_out: Annotated[float | Path, Parameter(group=TEXT)] = 0.02
     evaluate_every: int = 100
-    save_every: int = 100
+    save: SaveOption = SaveSettings()
+    log: LogOption = LogOptions()
     accumulate: Annotated[int, Parameter(group=PERFORMANCE)] = 1
     matmul_dtype: Annotated[Literal["auto", "float32", "bfloat16"], Parameter(group=PERFORMANCE)] = "auto"
     compute_dtype: Annotated[Literal["float32", "bfloat16"], Parameter(group=PERFORMANCE)] = "float32"
 
     def options(self) -> TextOptions:
         """Builds the options of the training loop. Raises a `ValueError` for an option out of its range."""
-        if not 0 < self.held_out < 1:
+        if not isinstance(self.held_out, Path) and not 0 < self.held_out < 1:
             raise ValueError(f"expected a held-out share between 0 and 1, found {self.held_out}")
-        left_out = ("optimizer", "held_out")
+        left_out = ("optimizer", "held_out", "save")
         fields = {name: value for name, value in vars(self).items() if name not in left_out}
         optimizer = {**vars(self.optimizer)}
-        return TextOptions(optimizer=optimizer.pop("kind"), **optimizer, **fields)
+        return TextOptions(optimizer=optimizer.pop("kind"), **optimizer, **self.save.options(100), **fields)
+
+    @property
+    def held_out_share(self) -> float:
+        """The share of `held_out`. Raises a `ValueError` for a file or folder, where only a share is possible."""
+        if isinstance(self.held_out, Path):
+            raise ValueError(f"expected a share of the records for --held-out, found {self.held_out}")
+        return self.held_out
 
 
 def require_data(data: Sequence[Path]) -> None:
@@ -145,19 +182,22 @@ def read_split(data: Sequence[Path], loop: LoopOptions, console: Console) -> tup
     """Reads the documents of the data, and splits them; the split is None to hold out windows (see `split_documents`)."""
     left_out: Counter[str] = Counter()
     documents = read_documents(data, left_out)
+    if isinstance(loop.held_out, Path):
+        parts: Split | None = (documents, read_documents([loop.held_out], left_out))
+        total = f"documents of {loop.held_out}"
+    else:
+        parts = split_documents(documents, loop.held_out, loop.seed)
+        total = f"of {len(documents):,} documents"
     print_left_out(left_out, console)
-    parts = split_documents(documents, loop.held_out, loop.seed)
     if parts is not None:
-        console.print(f"held out: {len(parts[1]):,} of {len(documents):,} documents", markup=False)
+        console.print(f"held out: {len(parts[1]):,} {total}", markup=False)
     return documents, parts
 
 
 def chat_template(folder: Path | None, documents: Sequence[Document], console: Console) -> ChatTemplate | None:
-    """Loads the model's chat template if the documents contain conversations; None without conversations or template."""
-    if all(document.chat is None for document in documents):
-        return None
+    """Loads the model's chat template; None without one, with a message if the documents contain conversations."""
     template = None if folder is None else ChatTemplate.load(folder)
-    if template is None:
+    if template is None and any(document.chat is not None for document in documents):
         console.print("the model has no chat template: conversations become plain text")
     return template
 
@@ -182,7 +222,7 @@ def encode_split(
     """
     if parts is not None:
         return encode(parts[0]), encode(parts[1])
-    streams = split_windows(encode(documents), length, loop.held_out, loop.seed)
+    streams = split_windows(encode(documents), length, loop.held_out_share, loop.seed)
     windows = [len(stream.tokens) // length for stream in streams]
     shares = f"{windows[1]:,} of {sum(windows):,} windows of {length} tokens"
     console.print(f"held out: {shares}; too few documents ({len(documents):,}) to hold out a whole one", markup=False)
@@ -195,11 +235,17 @@ def check_context(length: int, context: int) -> None:
         raise ValueError(f"expected sequences of at most the model's context of {context} tokens, found {length}")
 
 
-def check_out(out: Path) -> None:
-    """Raises a `ValueError` if a folder is not writable, or has a model without a checkpoint to resume."""
+def check_out(out: Path, save: SaveSettings = SaveSettings(), names: Sequence[str] = (CONFIG, WEIGHTS)) -> None:
+    """Raises a `ValueError` if a folder is not writable, or has a model without a checkpoint to resume.
+
+    Args:
+        out: the folder.
+        save: settings of checkpoints.
+        names: files of the model that training writes.
+    """
     training = out / "training"
     check_output_folder("--out", training)
-    if not saved_steps(training) and any((out / name).exists() for name in (CONFIG, WEIGHTS)):
+    if not saved_steps(training, save.folder) and any((out / name).exists() for name in names):
         raise ValueError(
             f"expected --out without a model, or with a checkpoint to resume, found a model in {out}; name another folder"
         )
@@ -301,8 +347,8 @@ class MeshOptions:
     """Options of training over several devices.
 
     Attributes:
-        mesh: devices along "fsdp", which shards batches and weights, and "tp", which shards layers, such as fsdp=4,tp=2; by
-            default one device. A run can resume on another mesh.
+        mesh: devices along "fsdp", which shards batches and weights, and "tp", which shards layers, such as fsdp=4,tp=2; and
+            replicas of these along "dp", which shards batches. By default one device. A run can resume on another mesh.
         remat: activations of a layer that are saved for the backward pass, by JAX's policies; others are computed again.
             nothing_saveable also gathers weights again. By default everything_saveable, over a mesh nothing_saveable; explicit
             collectives have these two.
@@ -337,8 +383,6 @@ class MeshOptions:
             if self.sharding != ShardingSettings():
                 raise ValueError("expected --mesh with --sharding, found none")
             return TrainingPlacement(remat=self.remat or EVERYTHING)
-        import orbax.checkpoint  # noqa: F401 (reports a missing extra before the training, not at the first checkpoint)
-
         sharding = self.sharding
         if sharding.strategy == "auto" and sharding != ShardingSettings(strategy="auto"):
             raise ValueError("expected --sharding strategy=auto without settings of the explicit strategy, found others")
@@ -412,6 +456,137 @@ class InitialModel:
         return None
 
 
+@dataclass(frozen=True)
+class StreamSettings:
+    """Settings of `--text` of models that learn from one document at a time.
+
+    Attributes:
+        stream: read and tokenise the data during the training, in bounded memory, not all before. [default: false]
+        shuffle: sequences of a stream in memory, of which batches are drawn at random; 1 keeps the order. [default: 1024]
+        shards: parts of a stream, each of which fills its rows of a batch. A run can resume in any number of processes of which
+            each has whole parts. [default: number of processes]
+    """
+
+    stream: bool = False
+    shuffle: int | None = None
+    shards: int | None = None
+
+    def stream_options(self) -> StreamOptions | None:
+        """Builds the options of a stream; None without one. Raises a `ValueError` for a stream's settings without one."""
+        chosen = [name for name, value in vars(self).items() if name not in ("segments", "stream") and value is not None]
+        if self.stream:
+            return StreamOptions(given(self.shuffle, StreamOptions.shuffle), given(self.shards, jax.process_count()))
+        if chosen:
+            raise ValueError(f"expected --text stream=true with {', '.join(chosen)}, found none")
+        return None
+
+
+@dataclass(frozen=True)
+class TextSettings(StreamSettings):
+    """Settings of `--text`.
+
+    Attributes:
+        segments: documents of a sequence do not see each other. [default: true, but false for models with linear attention]
+        packing: how documents of a stream fill sequences. concatenate cuts them where a sequence ends; first-fit and best-fit
+            cut only those longer than a sequence, and pad. [default: concatenate]
+    """
+
+    segments: bool | None = None
+    packing: Packing | None = None
+
+
+TextOption = Annotated[TextSettings, settings(TextSettings, "reading and packing of the data"), Parameter(group=TEXT)]
+
+SAMPLE = 16 << 20
+"""Characters of a stream that a new tokenizer is trained on."""
+GLANCE = 1 << 16
+"""Characters of a stream that are read beforehand where the tokenizer exists, to see whether they are conversations."""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Data of a run: documents in memory, or a stream.
+
+    Attributes:
+        documents: all documents; of a stream a sample of its training documents.
+        parts: training documents and held-out documents; None to hold out windows, and for a stream.
+        stream: options of the stream; None for documents in memory.
+        sources: blocks of the stream.
+    """
+
+    documents: list[Document]
+    parts: Split | None
+    stream: StreamOptions | None = None
+    sources: "StreamSources | None" = None
+
+    @classmethod
+    def read(
+        cls, data: Sequence[Path], loop: LoopOptions, text: StreamSettings, sample: int, console: Console
+    ) -> "TrainingData":
+        """Reads the documents, or of a stream a sample of this many characters."""
+        stream = text.stream_options()
+        if stream is None:
+            return cls(*read_split(data, loop, console))
+        sources = stream_sources(data, loop, stream, console)
+        return cls(sources.sample(sample, loop.seed), None, stream, sources)
+
+    @property
+    def training_documents(self) -> list[Document]:
+        return self.parts[0] if self.parts else self.documents
+
+    def batches(
+        self,
+        tokenizer: Tokenizer,
+        ends: Sequence[int],
+        template: ChatTemplate | None,
+        loop: LoopOptions,
+        text: TextSettings,
+        segments: bool,
+        placement: TrainingPlacement,
+        console: Console,
+    ) -> "Windows | StreamBatches":
+        """Returns the batches of this process of a model that predicts the next token.
+
+        Args:
+            tokenizer: tokenizer of the model.
+            ends: tokens that end a message; the first one ends a document.
+            template: chat template for conversations.
+            loop: options of the training loop.
+            text: settings of packing.
+            segments: documents of a sequence do not see each other.
+            placement: devices.
+            console: console for what is held out.
+
+        Raises:
+            ValueError: the text is too short for a batch, or has no tokens in the loss.
+        """
+        options = loop.options()
+        length = options.sequence_length + 1
+        rows = placement.local_rows(options.batch_size)
+        if self.stream is None or self.sources is None:
+            encode = partial(encode_documents, tokenizer, end=ends[0], template=template, other_ends=ends[1:])
+            streams = encode_split(encode, self.documents, self.parts, length, loop, console)
+            return Windows(*streams, length, options, rows, segments)
+        from tilewright.train.stream import PackedText, StreamBatches
+
+        encode_some = partial(encode_each, tokenizer, ends=ends, template=template)
+        form = PackedText(encode_some, length, text.packing or "concatenate", segments)
+        return StreamBatches(self.sources, form, options, self.stream, rows)
+
+
+def print_read(batches: Batches, console: Console) -> dict[str, object]:
+    """Prints how much a run read of a stream; returns the metrics of its data for `--json`."""
+    if isinstance(batches, Windows):
+        return {"training_tokens": len(batches.stream.tokens)}
+    from tilewright.train.stream import StreamBatches
+
+    if not isinstance(batches, StreamBatches):
+        return {}
+    print_left_out(batches.left_out, console)
+    console.print(f"read: {batches.tokens:,} tokens, of which {batches.padding_share:.1%} padding", markup=False)
+    return {"tokens_read": batches.tokens, "padding_share": batches.padding_share}
+
+
 def lm(
     *data: Path,
     out: Annotated[Path, Parameter(alias="-o", group=COMMON)],
@@ -422,50 +597,65 @@ def lm(
     devices: MeshOptions = MeshOptions(),
     dtype: Annotated[Dtype, Parameter(group=MODEL)] = "float32",
     router_aux_loss_coef: Annotated[float | None, Parameter(group=MODEL)] = None,
-    segments: Annotated[bool | None, Parameter(group=TEXT)] = None,
+    text: TextOption = TextSettings(),
     json_file: JsonOption = None,
 ) -> None:
     """Trains a language model: a new one of Qwen3's architecture, or an existing one.
 
     Args:
-        data: text files, JSONL or JSON files of records, or folders of both. Records are chats (messages or conversations),
-            instruction and output, prompt and completion or response, question and answer, or text. Prompts and messages of
-            other roles than the assistant are not in the loss.
+        data: text files, files of records (JSON lines, also compressed; JSON, Parquet, Arrow, ArrayRecord), or folders of both.
+            Records are chats (messages or conversations), instruction and output, prompt and completion or response, question
+            and answer, or text. Prompts and messages of other roles than the assistant are not in the loss.
         out: folder for the model. Its subfolder `training` holds the checkpoint that an interrupted run resumes from.
         start: existing model to train further, with a fresh optimizer: a folder, a Hugging Face id, or "demo".
         tokenizer: folder with a tokenizer.json. By default a byte-level BPE is trained on the data.
         dtype: dtype of the saved model. Training keeps float32 weights.
-        segments: documents of a sequence do not see each other. By default so, except for models with linear attention.
         router_aux_loss_coef: weight of the loss that balances the experts of a mixture, 0 for none; by default the model's.
     """
     console = human_console(json_file)
     require_data(data)
-    check_out(out)
+    check_out(out, loop.save)
     options = loop.options()
     keep_programs()
-    documents, parts = read_split(data, loop, console)
-    saved = saved_tokenizer(out)
+    found = TrainingData.read(data, loop, text, GLANCE if start or tokenizer else SAMPLE, console)
+    saved = saved_tokenizer(out, loop.save)
     initial = InitialModel.load(start, tokenizer, sizes, devices, console)
     if initial is None:
-        trained_on = parts[0] if parts else documents
-        initial = InitialModel(saved or broadcast_tokenizer(train_tokenizer(trained_on, sizes.bpe_size)))
+        initial = InitialModel(saved or broadcast_tokenizer(train_tokenizer(found.training_documents, sizes.bpe_size)))
     bpe = initial.tokenizer
     run_fingerprint = {"vocab_size": sizes.bpe_size}
     check_same_tokenizer(saved, bpe, out)
     config = with_balance(initial.config or sizes.config(bpe.get_vocab_size(), end_of_text(bpe)), router_aux_loss_coef)
     check_context(options.sequence_length, config.max_position_embeddings)
     end = config.eos_token_ids[0] if config.eos_token_ids else end_of_text(bpe)
-    template = chat_template(initial.folder, documents, console)
-    encode = partial(encode_documents, bpe, end=end, template=template, other_ends=config.eos_token_ids)
-    streams = encode_split(encode, documents, parts, options.sequence_length + 1, loop, console)
-    require_texts(streams[0], streams[1], options.sequence_length + 1, options)
+    template = chat_template(initial.folder, found.documents, console)
+    apart = given(text.segments, config.delta is None)
+    check_segments(config, apart)
     placement = devices.placement(config, options)
-    apart = given(segments, config.delta is None)
+    ends = (end, *config.eos_token_ids)
+    batches = found.batches(bpe, ends, template, loop, text, apart, placement, console)
     save_tokenizer(out, bpe)
-    result = train_lm(config, *streams, options, out / "training", console, initial.params, run_fingerprint, placement, apart)
+    shared = (out / "training", console, initial.params, run_fingerprint, placement)
+    result = train_predictor("language model", language_model(config), batches, *shared)
     save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, DTYPES[dtype])
     copy_tokenizer_files(initial.folder, out)
-    report(result, out, console, json_file, training_tokens=len(streams[0].tokens), **devices.metrics())
+    report(result, out, console, json_file, **print_read(batches, console), **devices.metrics())
+
+
+def stream_sources(data: Sequence[Path], loop: LoopOptions, stream: StreamOptions, console: Console) -> "StreamSources":
+    """Finds the files of a stream, and divides them and their documents."""
+    from tilewright.train.stream import StreamSources  # grain takes a second to import
+
+    left_out: Counter[str] = Counter()
+    files = find_files(data, left_out)
+    held_out = find_files([loop.held_out], left_out) if isinstance(loop.held_out, Path) else loop.held_out
+    print_left_out(left_out, console)
+    sources = StreamSources.divide(files, held_out, stream.shards, loop.seed)
+    size = sum(file.path.stat().st_size for file in files)
+    console.print(
+        f"streaming {len(files):,} files of {size / 1e6:,.1f} MB, in {len(sources.trained.blocks):,} blocks", markup=False
+    )
+    return sources
 
 
 def check_same_tokenizer(saved: Tokenizer | None, tokenizer: Tokenizer, out: Path) -> None:
@@ -520,7 +710,7 @@ def copy_tokenizer_files(folder: Path | None, out: Path) -> None:
             copyfile(folder / name, out / name)
 
 
-def saved_tokenizer(out: Path) -> Tokenizer | None:
+def saved_tokenizer(out: Path, save: SaveSettings) -> Tokenizer | None:
     """Loads the tokenizer of an interrupted run; None without a checkpoint."""
-    resumable = saved_steps(out / "training") and (out / "tokenizer.json").exists()
+    resumable = saved_steps(out / "training", save.folder) and (out / "tokenizer.json").exists()
     return load_tokenizer(out) if resumable else None

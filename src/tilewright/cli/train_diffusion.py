@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from tilewright.cli import train
 from tilewright.cli.common import given, keep_programs
+from tilewright.cli.options import settings
 from tilewright.cli.outputs import human_console, progress_console
 from tilewright.models import diffusion as models
 from tilewright.models import hub
@@ -31,6 +32,7 @@ from tilewright.train.block_diffusion import block_denoiser
 from tilewright.train.data import MASK, Document, end_of_text, train_tokenizer
 from tilewright.train.diffusion import Examples, Pairs, masked_denoiser, train_diffusion
 from tilewright.train.step import model_shardings
+from tilewright.train.text import Batches
 
 SAMPLE = 2000
 """Arithmetic problems that a new tokenizer is trained on."""
@@ -49,6 +51,9 @@ def diffusion(
     sizes: train.SizesOption = train.ModelSizes(),
     loop: train.LoopOptions = train.LoopOptions(),
     devices: train.MeshOptions = train.MeshOptions(),
+    text: Annotated[
+        train.StreamSettings, settings(train.StreamSettings, "reading of the data"), Parameter(group=train.TEXT)
+    ] = train.StreamSettings(),
     json_file: train.JsonOption = None,
 ) -> None:
     """Trains a diffusion language model: a new one of LLaDA's architecture, one whose blocks are denoised, or an existing one.
@@ -66,18 +71,21 @@ def diffusion(
         dtype: dtype of the saved model. Training keeps float32 weights.
     """
     console = human_console(json_file)
-    train.check_out(out)
+    train.check_out(out, loop.save)
     options = loop.options()
     if arithmetic < 1 and not data:
         raise ValueError("expected files or folders to train on, or --arithmetic 1, found neither")
     keep_programs()
-    documents, parts = train.read_split(data, loop, console) if data else ([], ([], []))
-    saved = train.saved_tokenizer(out)
+    if text.stream and not data:
+        raise ValueError("expected files or folders for --text stream=true, found none")
+    sample = train.GLANCE if start else train.SAMPLE
+    found = train.TrainingData.read(data, loop, text, sample, console) if data else train.TrainingData([], ([], []))
+    saved = train.saved_tokenizer(out, loop.save)
     blocks = BlockOptions(block_length) if block_causal else None
     if block_length is not None and not block_causal:
         raise ValueError("expected --block-length with --block-causal, found it alone")
     initial = load_initial(start, saved, sizes, blocks, devices, console)
-    bpe, config, params, folder = initial or new_model(parts[0] if parts else documents, arithmetic, sizes, blocks, loop.seed)
+    bpe, config, params, folder = initial or new_model(found.training_documents, arithmetic, sizes, blocks, loop.seed)
     model = masked_denoiser(config) if isinstance(config, DiffusionConfig) else block_denoiser(config)
     train.check_same_tokenizer(saved, bpe, out)
     train.check_context(options.sequence_length, model.sizes.max_position_embeddings)
@@ -90,24 +98,35 @@ def diffusion(
         bpe,
         window=options.sequence_length,
         ends=(end, *config.eos_token_ids),
-        template=train.chat_template(folder, documents, console),
+        template=train.chat_template(folder, found.documents, console),
         left_out=left_out,
     )
-    if parts is None:
-        pairs = encode(documents)
-        trained, held_out = pairs.split(loop.held_out, loop.seed)
-        shares = f"{len(held_out.starts):,} of {len(pairs.starts):,} pairs of prompt and response"
-        console.print(f"held out: {shares}; too few documents ({len(documents):,}) to hold out a whole one", markup=False)
-    else:
-        trained, held_out = (encode(part) for part in parts)
-    train.print_left_out(left_out, console)
-    examples = Examples(bpe, trained, held_out, arithmetic, end, options)
     placement = devices.placement(model.sizes, options)
+    rows = placement.local_rows(options.batch_size)
+    read: dict[str, object] = {}
+    if found.stream is not None and found.sources is not None:
+        from tilewright.train.pair_rows import PairRows
+        from tilewright.train.stream import StreamBatches
+
+        form = PairRows(bpe, encode, arithmetic, end, options)
+        batches: Batches = StreamBatches(found.sources, form, options, found.stream, rows, left_out)
+    else:
+        if found.parts is None:
+            pairs = encode(found.documents)
+            trained, held_out = pairs.split(loop.held_out_share, loop.seed)
+            shares = f"{len(held_out.starts):,} of {len(pairs.starts):,} pairs of prompt and response"
+            count = f"too few documents ({len(found.documents):,}) to hold out a whole one"
+            console.print(f"held out: {shares}; {count}", markup=False)
+        else:
+            trained, held_out = (encode(part) for part in found.parts)
+        train.print_left_out(left_out, console)
+        batches = Examples(bpe, trained, held_out, arithmetic, end, options, rows)
+        read = {"training_texts": len(trained.starts)}
     train.save_tokenizer(out, bpe)
-    result = train_diffusion(model, examples, out / "training", console, params, {"vocab_size": sizes.bpe_size}, placement)
+    result = train_diffusion(model, batches, out / "training", console, params, {"vocab_size": sizes.bpe_size}, placement)
     save_params(out, model.fields, model.specs, result.params, DTYPES[dtype])
     train.copy_tokenizer_files(folder, out)
-    train.report(result, out, console, json_file, training_texts=len(examples.texts.starts), **devices.metrics())
+    train.report(result, out, console, json_file, **read, **train.print_read(batches, console), **devices.metrics())
 
 
 @dataclass(frozen=True)

@@ -292,8 +292,6 @@ class DrafterDevices:
             return ONE_DEVICE
         if writing:
             raise ValueError("expected --mesh or text by the target, found both: write the text first, in a run on one device")
-        import orbax.checkpoint  # noqa: F401 (see `train.MeshOptions.setup`)
-
         placement = TrainingPlacement(data_mesh(mesh_axes(self.mesh)))
         placement.check_batch(options.batch_size, parts=options.accumulate)
         return placement
@@ -415,7 +413,6 @@ def drafter(
         settings(SelfInstruct, "train on instructions and answers that the target writes"),
         Parameter(group=TEXT),
     ] = SelfInstruct(),
-    exclude: Annotated[tuple[Path, ...], Parameter(group=TEXT, negative=(), show_default=False)] = (),
     loop: LoopOptions = LoopOptions(),
     devices: DrafterDevices = DrafterDevices(),
     dtype: Annotated[Dtype, Parameter(group=MODEL)] = "float32",
@@ -435,13 +432,11 @@ def drafter(
         start: existing drafter to train further, a folder, a Hugging Face id or "demo-drafter"; its block size may differ,
             except for lilicorr. dflash2 and lilicorr also take a DFlash drafter as backbone. By default training starts from
             the target's last layers. Not for eagle3 and mtp.
-        exclude: with --self-instruct, JSONL files of an evaluation; prompts that share 13 consecutive words with them are left
-            out.
         dtype: dtype of the saved drafter. Training keeps float32 weights.
     """
     console = human_console(json_file)
     require_data(data)
-    check_out(out)
+    check_out(out, loop.save)
     if devices.keep_taps is not None:
         check_output_folder("--keep-taps", devices.keep_taps)
     check_keys("--sizes", kind, sizes, SIZES)
@@ -461,6 +456,6 @@ def drafter(
     params = None
     if start is not None and not isinstance(config, Eagle3Config | MtpConfig):
         config, params = load_start(start, config, options.seed, console)
-    texts = drafter_text(data, loop, regenerate, self_instruct, exclude, folder, loaded, out, console)
+    texts = drafter_text(data, loop, regenerate, self_instruct, folder, loaded, out, console)
     result, more = fit(config, drafter_options, loaded, tokenizer, texts, options, params, out, dtype, console, placement)
     report(result, out, console, json_file, training_tokens=int(texts[0].in_loss.sum()), target=target, **more)

@@ -73,16 +73,19 @@ class SelfInstruct:
         slots: number of texts that the target writes at the same time. [default: 32]
         openings: JSONL file with the first words of instructions ("begin") and the text after them ("end"), used in rotation.
             [default: none, the target writes the whole instruction]
+        exclude: JSONL files of an evaluation; prompts that share 13 consecutive words with them are left out. [default: none]
     """
 
     count: int | None = None
     slots: int = 32
     openings: Path | None = None
+    exclude: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         check_least(self, count=0, slots=1)
-        if self.count is None and (self.slots, self.openings) != (SelfInstruct.slots, SelfInstruct.openings):
-            raise ValueError("expected count=INTEGER with slots or openings, found none")
+        more = (self.slots, self.openings, self.exclude)
+        if self.count is None and more != (SelfInstruct.slots, SelfInstruct.openings, SelfInstruct.exclude):
+            raise ValueError("expected count=INTEGER with slots, openings or exclude, found none")
 
     @property
     def enabled(self) -> bool:
@@ -91,7 +94,6 @@ class SelfInstruct:
     def apply(
         self,
         data: Sequence[Path],
-        exclude: Sequence[Path],
         target: Path,
         target_fingerprint: str,
         length: int,
@@ -102,7 +104,6 @@ class SelfInstruct:
 
         Args:
             data: files of prompts.
-            exclude: files of prompts for evaluation; prompts that share a run of words with them are left out.
             target: folder or file of the target.
             target_fingerprint: fingerprint of its parameters.
             length: most tokens of prompt and answer.
@@ -116,7 +117,7 @@ class SelfInstruct:
         if template is None:
             raise ValueError(f"expected a target with a chat template for --self-instruct, found none in {target}")
         examples = [example for path in data for example in datasets.read_examples(path, "train")]
-        evaluated = [turn for path in exclude for example in datasets.read_examples(path) for turn in example.turns]
+        evaluated = [turn for path in self.exclude for example in datasets.read_examples(path) for turn in example.turns]
         runs = set[tuple[str, ...]]().union(*map(writing.runs, evaluated))
         prompts = [
             datasets.messages(example)[-1]["content"] for example in examples if writing.runs(example.turns[0]).isdisjoint(runs)
@@ -175,7 +176,7 @@ def split_records(records: Records, loop: LoopOptions, console: Console) -> tupl
         f"ends of records beyond {length} tokens": int(np.sum(room & (sizes > length))),
     }
     print_left_out(left_out, console)
-    return records.split(loop.held_out, loop.seed)
+    return records.split(loop.held_out_share, loop.seed)
 
 
 def drafter_text(
@@ -183,7 +184,6 @@ def drafter_text(
     loop: LoopOptions,
     regenerate: Regeneration,
     self_instruct: SelfInstruct,
-    exclude: Sequence[Path],
     folder: Path,
     target: tuple[DecoderConfig, Any],
     out: Path,
@@ -196,7 +196,6 @@ def drafter_text(
         loop: options of the training loop.
         regenerate: continuations by the target.
         self_instruct: instructions and answers by the target.
-        exclude: files of prompts for evaluation, left out of `self_instruct`.
         folder: folder or file of the target.
         target: configuration and parameters of the target.
         out: folder for the drafter.
@@ -207,13 +206,9 @@ def drafter_text(
     """
     if regenerate.enabled and self_instruct.enabled:
         raise ValueError("expected --regenerate or --self-instruct, found both")
-    if exclude and not self_instruct.enabled:
-        raise ValueError("expected --self-instruct with --exclude, found none")
     if self_instruct.enabled:
         writer_fingerprint = fingerprint(target[1])
-        records = self_instruct.apply(
-            data, exclude, folder, writer_fingerprint, loop.sequence_length, out / "training", console
-        )
+        records = self_instruct.apply(data, folder, writer_fingerprint, loop.sequence_length, out / "training", console)
         return split_records(records, loop, console)
     if files := [path for path in data if path.name.endswith(SUFFIX)]:
         if len(data) > 1 or regenerate.enabled:

@@ -216,12 +216,12 @@ def estimated_cycles(hlo: str) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
     Returns:
         The sum over all executed operations, the operations without an estimate, and the assumptions made; see `Compiled`.
     """
-    run: Execution = execution(read_module(hlo), lambda op, _: op.number("estimated_cycles") or 0)
-    cycles = sum((step.op.number("estimated_cycles") or 0) * step.times for step in run.steps)
+    run: Execution = execution(read_module(hlo), lambda op, _: op.estimated_cycles or 0)
+    cycles = sum((step.op.estimated_cycles or 0) * step.times for step in run.steps)
     without = tuple(
         f"{step.op.name} ({step.op.custom_call_target or step.op.opcode})"
         for step in run.steps
-        if step.op.number("estimated_cycles") is None and _does_work(step.op, step.computation)
+        if step.op.estimated_cycles is None and _does_work(step.op, step.computation)
     )
     return cycles, without, run.notes
 

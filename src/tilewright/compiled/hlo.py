@@ -20,6 +20,10 @@ FREE = frozenset(
 """Operations that move no data."""
 
 
+NO_ESTIMATE = 2**63 - 1
+"""Cycles of an operation that libtpu cannot estimate, such as some large fusions with a matmul."""
+
+
 @dataclass(frozen=True)
 class ArrayType:
     """An array of a program.
@@ -75,6 +79,12 @@ class HloOp:
         """Returns a number from the attributes, quoted or not: `index=3`, `"estimated_cycles":"9102"`, `"n":"8"`."""
         found = re.search(rf'(?<!\w)"?{key}"?[=:]"?(\d+)', self.attributes)
         return int(found[1]) if found else None
+
+    @property
+    def estimated_cycles(self) -> int | None:
+        """The compiler's estimate of the operation's cycles; None without one."""
+        found = self.number("estimated_cycles")
+        return None if found == NO_ESTIMATE else found
 
     def callees(self, key: str) -> tuple[str, ...]:
         """Returns the computations that an attribute names: `calls=%f` or `branch_computations={%f, %g}`."""
@@ -148,6 +158,8 @@ ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
 NAME = re.compile(r"%([^\s,(){}=]+)")
 HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 LINE = re.compile(r"^\s+(ROOT )?%?(\S+) = (.*)$")
+BROKEN = re.compile(r'\n(?=")|(?<=")\n(?=\}\})')
+"""Line breaks within the metadata of a Pallas kernel."""
 OPCODE = re.compile(r"([a-z][\w\-]*)\(")
 
 
@@ -161,7 +173,7 @@ def read_module(text: str) -> Module:
     entry = ""
     name = ""
     ops = []
-    for line in text.splitlines():
+    for line in BROKEN.sub("", text).splitlines():
         if header := HEADER.match(line):
             name = header[2]
             ops = []

@@ -114,62 +114,16 @@ class PassesReport(NamedTuple):
     drafter: None = None
 
 
-class BlockCausal(Autoregressive):
-    """Decoding of a model whose blocks are denoised.
+class BlockDecoding(Autoregressive):
+    """Decoding in rounds that are passes over a block of positions of every row.
 
     Attributes:
         block_length: positions of a block.
         blocks: options of requests that name none.
     """
 
-    programs_type = BlockPrograms
-    runner_type = BlockRunner
-
-    def __init__(
-        self,
-        model: Model,
-        options: EngineOptions = EngineOptions(),
-        make_chooser: ChooserFactory = fixed_rounds,
-        programs: Programs | None = None,
-        sampling: SamplingMode = "logprobs",
-        defaults: BlockDenoising = BlockDenoising(),
-    ):
-        """Args: `defaults`: options of requests that name none; for the others see `Autoregressive`.
-
-        Raises:
-            ValueError: pages or prefill chunks that do not hold whole blocks, or see `Autoregressive`.
-        """
-        blocks = blocks_of(model.target)
-        length = blocks.length
-        defaults.check(blocks)
-        self.block_length = length
-        self.blocks = defaults
-        if options.page_size % length and not blocks.causal:
-            found = options.page_size
-            raise ValueError(f"expected a page size that is a multiple of the block length {length}, found {found}")
-        if programs is None and not blocks.causal:
-            longest = model.target.config.max_position_embeddings
-            table = options.shapes(min(longest, options.context or longest))
-            options = replace(options, table=with_whole_blocks(table, length))
-        super().__init__(model, options, make_chooser, programs, sampling)
-
-    def check(self, request: GenerateRequest) -> None:
-        check_supported(request)
-        options = request.denoising or self.blocks
-        if not isinstance(options, BlockDenoising):
-            raise ValueError(f"expected denoising options as BlockDenoising, found {type(options).__name__}")
-        blocks = blocks_of(self.model.target)
-        options.check(blocks)
-        mask = blocks.mask_token_id
-        if mask in request.prompt:
-            raise ValueError(f"expected a prompt without the mask token {mask}, found one")
-        super().check(request)
-
-    def sequence(self, request: GenerateRequest, listener: Listener) -> TokenSequence:
-        sequence = super().sequence(request, listener)
-        options = request.denoising or self.blocks
-        sequence.denoising = replace(options, left_to_right=options.left_to_right or request.constraint is not None)
-        return sequence
+    block_length: int
+    blocks: Any
 
     def masks_of(self, batch: Sequence[RunningSequence]) -> MaskSource:
         return "none" if all(running.sequence.constraint is None for running in batch) else "host"
@@ -228,3 +182,56 @@ class BlockCausal(Autoregressive):
     def observe(self, sent: SentRounds, report: PassesReport, began: float, ended: float) -> None:  # type: ignore[override]
         assert isinstance(self.chooser, FixedRounds), "passes are all of one kind"
         self.chooser.time(kind_of(sent), len(report.infos.ran), sent.at, sent.alone, began, ended)
+
+
+class BlockCausal(BlockDecoding):
+    """Decoding of a model whose blocks are denoised."""
+
+    programs_type = BlockPrograms
+    runner_type = BlockRunner
+
+    def __init__(
+        self,
+        model: Model,
+        options: EngineOptions = EngineOptions(),
+        make_chooser: ChooserFactory = fixed_rounds,
+        programs: Programs | None = None,
+        sampling: SamplingMode = "logprobs",
+        defaults: BlockDenoising = BlockDenoising(),
+    ):
+        """Args: `defaults`: options of requests that name none; for the others see `Autoregressive`.
+
+        Raises:
+            ValueError: pages or prefill chunks that do not hold whole blocks, or see `Autoregressive`.
+        """
+        blocks = blocks_of(model.target)
+        length = blocks.length
+        defaults.check(blocks)
+        self.block_length = length
+        self.blocks = defaults
+        if options.page_size % length and not blocks.causal:
+            found = options.page_size
+            raise ValueError(f"expected a page size that is a multiple of the block length {length}, found {found}")
+        if programs is None and not blocks.causal:
+            longest = model.target.config.max_position_embeddings
+            table = options.shapes(min(longest, options.context or longest))
+            options = replace(options, table=with_whole_blocks(table, length))
+        super().__init__(model, options, make_chooser, programs, sampling)
+
+    def check(self, request: GenerateRequest) -> None:
+        check_supported(request)
+        options = request.denoising or self.blocks
+        if not isinstance(options, BlockDenoising):
+            raise ValueError(f"expected denoising options as BlockDenoising, found {type(options).__name__}")
+        blocks = blocks_of(self.model.target)
+        options.check(blocks)
+        mask = blocks.mask_token_id
+        if mask in request.prompt:
+            raise ValueError(f"expected a prompt without the mask token {mask}, found one")
+        super().check(request)
+
+    def sequence(self, request: GenerateRequest, listener: Listener) -> TokenSequence:
+        sequence = super().sequence(request, listener)
+        options = request.denoising or self.blocks
+        sequence.denoising = replace(options, left_to_right=options.left_to_right or request.constraint is not None)
+        return sequence

@@ -11,10 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tilewright.diffusion.block_causal import BlockCausal, check_supported
+from tilewright.diffusion.block_causal import BlockDecoding, check_supported
 from tilewright.diffusion.canvas import CanvasDenoising, canvas_pass, canvas_rows
 from tilewright.models.config import Canvas
-from tilewright.runtime.autoregressive import Autoregressive, ChooserFactory, fixed_rounds
+from tilewright.runtime.autoregressive import ChooserFactory, fixed_rounds
 from tilewright.runtime.interfaces import Variant
 from tilewright.runtime.model import Model
 from tilewright.runtime.options import EngineOptions
@@ -61,13 +61,8 @@ class CanvasRunner(ModelRunner):
         return 0, rounds * width
 
 
-class CanvasDecoding(BlockCausal):
-    """Decoding of a model that refines canvases of random tokens.
-
-    Attributes:
-        block_length: positions of a canvas.
-        blocks: options of requests that name none.
-    """
+class CanvasDecoding(BlockDecoding):
+    """Decoding of a model that refines canvases of random tokens, which are its blocks."""
 
     programs_type = CanvasPrograms
     runner_type = CanvasRunner
@@ -83,10 +78,10 @@ class CanvasDecoding(BlockCausal):
     ):
         """Args: `defaults`: options of requests that name none; for the others see `Autoregressive`."""
         self.block_length = canvas_of(model.target).length
-        self.blocks: Any = defaults
+        self.blocks = defaults
         # Passes report no log-probabilities.
         mode: SamplingMode = "any" if sampling == "logprobs" else sampling
-        Autoregressive.__init__(self, model, options, make_chooser, programs, mode)
+        super().__init__(model, options, make_chooser, programs, mode)
 
     def program_keys(self) -> Sequence[ProgramKey]:
         return list(self.programs.declared(self.runner.sampling))
@@ -103,12 +98,12 @@ class CanvasDecoding(BlockCausal):
             if wrong:
                 raise ValueError(f"expected no {name}, which is not supported for a model that refines canvases")
         check_sampling(request.sampling)
-        Autoregressive.check(self, request)
+        super().check(request)
 
     def sequence(self, request: GenerateRequest, listener: Listener) -> TokenSequence:
         # Every canvas is random.
         seed = replace(request.sampling, temperature=1.0).seeded().seed
-        sequence = Autoregressive.sequence(self, request, listener)
+        sequence = super().sequence(request, listener)
         sequence.processor.sampling = replace(sequence.processor.sampling, seed=seed)
         sequence.denoising = request.denoising or self.blocks
         return sequence

@@ -1,4 +1,5 @@
-"""Graph data sets: one graph with node labels (`.npz`, Zachary's karate club), or many graphs (the GIN text format).
+"""Graph data sets: one graph with node labels (`.npz`, `.npy`, OGB's files, Zachary's karate club), or many (the GIN text
+format).
 
 The readers execute no code: archives with pickled objects are rejected.
 """
@@ -9,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float32, Int, Int32
+from jaxtyping import Bool, Float32, Int, Int32
+from numpy.typing import DTypeLike
 
 from tilewright.graph.edges import to_float32
 
@@ -22,6 +25,8 @@ MOST_CLASSES = 1000
 """Bound of the labels of small graphs, and of larger graphs the number of nodes; a model has a score for each class."""
 MOST_FEATURES = 2**24
 """Most columns of sparse features; a model's first matrix has a row for each."""
+CHECKED_ROWS = 2**16
+"""Rows of features that are checked at a time, since a file may be larger than the memory."""
 SPARSE_FEATURES = ("x_indptr", "x_indices", "x_data", "x_shape")
 PARTS = ("train", "val", "test")
 ARRAYS = (
@@ -70,6 +75,28 @@ KARATE_INSTRUCTOR = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 16, 17, 19, 21)
 """Members of the instructor's faction after the club split."""
 
 
+Kind = Literal["class", "multilabel", "regression"]
+"""Kind of a label: one class of several, any number of T labels, or T numbers."""
+
+
+def label_kind(labels: Any) -> Kind:
+    """Returns the kind of labels `[N]`, `[N, T]` of integers, or `[N, T]` of floating-point numbers."""
+    if labels.ndim == 1:
+        return "class"
+    return "multilabel" if np.issubdtype(labels.dtype, np.integer) else "regression"
+
+
+def no_labels(labels: np.ndarray, count: int) -> np.ndarray:
+    """Returns rows for `count` unlabelled nodes, as those of `labels`."""
+    return np.full((count, *labels.shape[1:]), NONE if labels.dtype.kind == "i" else np.nan, labels.dtype)
+
+
+def is_labelled(labels: np.ndarray) -> Bool[np.ndarray, " N"]:
+    """Returns the mask of the nodes with labels."""
+    present = np.asarray(np.isfinite(labels) if labels.dtype.kind == "f" else labels != NONE)
+    return present if labels.ndim == 1 else np.all(present, axis=1)
+
+
 @dataclass(frozen=True)
 class SparseRows:
     """Sparse feature matrix in CSR: row i has `data[indptr[i]:indptr[i + 1]]` in the columns `indices[...]` of that range."""
@@ -108,7 +135,8 @@ class NodeData:
         name: name of the data set.
         edge_index: sources and destinations, `[2, E]`; undirected edges are listed in both directions.
         features: dense features `[N, F]`, or `SparseRows`.
-        labels: class of each node from 0; -1 for unlabelled nodes.
+        labels: class of each node from 0, -1 for unlabelled nodes; or for each of T labels of a node 1, 0 or -1 for none; or T
+            numbers, NaN for none (see `label_kind`).
         train: ids of the training nodes.
         val: ids of the validation nodes; may be empty.
         test: ids of the test nodes; may be empty.
@@ -119,7 +147,7 @@ class NodeData:
     name: str
     edge_index: Int32[np.ndarray, "2 E"]
     features: Float32[np.ndarray, "N F"] | SparseRows
-    labels: Int32[np.ndarray, " N"]
+    labels: Int32[np.ndarray, " N"] | Int32[np.ndarray, "N T"] | Float32[np.ndarray, "N T"]
     train: Int32[np.ndarray, " train"]
     val: Int32[np.ndarray, " val"]
     test: Int32[np.ndarray, " test"]
@@ -141,11 +169,18 @@ class NodeData:
 
     @property
     def num_classes(self) -> int:
-        return int(self.labels.max()) + 1
+        """Number of a model's scores for a node: one for each class, label or number."""
+        return self.labels.shape[1] if self.labels.ndim == 2 else int(self.labels.max()) + 1
 
     def rows(self, ids: Int[np.ndarray, " R"]) -> Float32[np.ndarray, "R F"]:
         """Returns the features of the nodes `ids`, dense."""
-        return self.features.rows(ids) if isinstance(self.features, SparseRows) else self.features[ids]
+        return self.features.rows(ids) if isinstance(self.features, SparseRows) else np.take(self.features, ids, axis=0)
+
+    def with_edges(self, kept: Bool[np.ndarray, " E"]) -> "NodeData":
+        """Returns the graph with some of its edges."""
+        weights = None if self.weights is None else self.weights[kept]
+        edge_attr = None if self.edge_attr is None else self.edge_attr[kept]
+        return replace(self, edge_index=self.edge_index[:, kept], weights=weights, edge_attr=edge_attr)
 
     @property
     def negative_node(self) -> int | None:
@@ -257,7 +292,9 @@ def karate_club() -> NodeData:
 
 
 def read_data(source: str) -> NodeData | GraphData:
-    """Reads a data set: "karate", an `.npz` file (`read_npz`), or a folder in the GIN text format (`read_gin_folder`).
+    """Reads a data set: "karate", an `.npz` file or folder of `.npy` files (`read_npz`), a folder with tables of edges and
+    nodes (`edge_lists.read_edge_list`), a folder that OGB has downloaded (`read_ogb_folder`), or a folder in the GIN text
+    format (`read_gin_folder`).
 
     Raises:
         ValueError: the source is none of these, or malformed; the message names the file and the place.
@@ -266,7 +303,13 @@ def read_data(source: str) -> NodeData | GraphData:
         return karate_club()
     path = Path(source)
     if path.is_dir():
-        return read_gin_folder(path)
+        from tilewright.graph import edge_lists  # imports this module
+
+        if edge_lists.has_edge_list(path):
+            return edge_lists.read_edge_list(path)
+        if (path / "raw" / "edge.csv.gz").exists():
+            return read_ogb_folder(path)
+        return read_npz(path) if (path / "edge_index.npy").exists() else read_gin_folder(path)
     if not path.is_file():
         raise ValueError(f"{source}: expected {KARATE!r}, an .npz file or a folder of graphs, found no such file")
     return read_npz(path)
@@ -287,6 +330,21 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         raise ValueError(f"{path}: expected a readable .npz archive, found a damaged one: {error}") from error
 
 
+def map_arrays(folder: Path) -> dict[str, np.ndarray]:
+    """Maps all `.npy` files of a folder into memory, without reading them.
+
+    Raises:
+        ValueError: a file is not an array, or has pickled objects.
+    """
+    arrays = {}
+    for path in sorted(folder.glob("*.npy")):
+        try:
+            arrays[path.stem] = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, EOFError, ValueError) as error:
+            raise ValueError(f"{path}: expected an array of numbers, found none: {error}") from error
+    return arrays
+
+
 def read_array(path: Path, archive: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     try:
         return archive[name]
@@ -297,11 +355,18 @@ def read_array(path: Path, archive: Mapping[str, np.ndarray], name: str) -> np.n
 
 
 class Archive:
-    """Arrays of a file, with checks whose errors name the file."""
+    """Arrays of a file, with checks whose errors name the file.
 
-    def __init__(self, path: Path):
+    Args:
+        path: the file, or a folder.
+        arrays: arrays of the file; None reads them.
+    """
+
+    def __init__(self, path: Path, arrays: dict[str, np.ndarray] | None = None):
         self.path = path
-        self.arrays = load_arrays(path)
+        if arrays is None:
+            arrays = map_arrays(path) if path.is_dir() else load_arrays(path)
+        self.arrays = arrays
 
     def fail(self, problem: str) -> ValueError:
         return ValueError(f"{self.path}: {problem}")
@@ -319,12 +384,11 @@ class Archive:
         if value.ndim != len(shape) or any(size not in (None, found) for size, found in zip(shape, value.shape, strict=True)):
             expected_shape = ", ".join("any" if n is None else str(n) for n in shape)
             raise self.fail(f"{name} must have the shape [{expected_shape}], found {list(value.shape)}")
-        wrong = np.argwhere((value < low) | (value >= high))
-        if len(wrong):
-            place = tuple(int(n) for n in wrong[0])
+        if value.size and not (value.min() >= low and value.max() < high):
+            place = tuple(int(n) for n in np.argwhere((value < low) | (value >= high))[0])
             index = ", ".join(map(str, place))
             raise self.fail(f"{name}[{index}] is {value[place]}, expected {low} to {high - 1}")
-        return value.astype(np.int32)
+        return value.astype(np.int32, copy=False)
 
     def floats(self, name: str) -> Float32[np.ndarray, "..."]:
         """Returns an array of finite float32 numbers; booleans become 0 and 1."""
@@ -332,10 +396,11 @@ class Archive:
         if value.dtype.kind not in "fiub":
             raise self.fail(f"{name} must hold numbers, found {value.dtype}")
         found = to_float32(value)
-        wrong = np.argwhere(~np.isfinite(found))
-        if len(wrong):
-            place = tuple(int(n) for n in wrong[0])
-            raise self.fail(f"{name}[{', '.join(map(str, place))}] is {value[place]}, expected a finite number in float32")
+        for start in range(0, len(found), CHECKED_ROWS):
+            wrong = np.argwhere(~np.isfinite(found[start : start + CHECKED_ROWS]))
+            if len(wrong):
+                place = tuple(int(n) + start * (axis == 0) for axis, n in enumerate(wrong[0]))
+                raise self.fail(f"{name}[{', '.join(map(str, place))}] is {value[place]}, expected a finite number in float32")
         return found
 
     def features(self, nodes: int) -> Float32[np.ndarray, "N F"] | SparseRows:
@@ -358,13 +423,21 @@ class Archive:
             raise self.fail(f"x_indptr must rise from 0 to the {len(data)} entries of x_data")
         return SparseRows(indptr, self.integers("x_indices", (len(data),), 0, int(shape[1])), data, int(shape[1]))
 
-    def labels(self) -> Int32[np.ndarray, " N"]:
-        """Returns the classes of the nodes from `y`, and checks `num_nodes` if present."""
-        if self.column("y").ndim != 1:
-            found = list(self.arrays["y"].shape)
-            raise self.fail(f"y must have the shape [nodes] or [nodes, 1], one label for each node, found {found}")
-        labels = self.integers("y", (None,), NONE, max(MOST_CLASSES, len(self.arrays["y"])))
-        if not len(labels) or labels.max() < 0:
+    def labels(self) -> np.ndarray:
+        """Returns the labels of the nodes from `y` (see `label_kind`), and checks `num_nodes` if present."""
+        given = self.arrays["y"]
+        if given.ndim not in (1, 2):
+            raise self.fail(f"y must have the shape [nodes] or [nodes, labels], found {list(given.shape)}")
+        if given.dtype.kind == "f":
+            labels = to_float32(given).reshape(len(given), -1)
+            if (wrong := np.argwhere(np.isinf(labels))).size:
+                raise self.fail(f"y{wrong[0].tolist()} is {labels[tuple(wrong[0])]}, expected a finite number, or NaN for none")
+        elif self.column("y").ndim == 1:
+            labels = self.integers("y", (None,), NONE, max(MOST_CLASSES, len(given)))
+        else:
+            self.arrays["y"] = given.astype(np.int32) if given.dtype == bool else given
+            labels = self.integers("y", (None, None), NONE, 2)
+        if not is_labelled(labels).any():
             raise self.fail("expected labelled nodes in y, found none")
         if "num_nodes" in self.arrays:
             count = self.arrays["num_nodes"]
@@ -404,26 +477,38 @@ class Archive:
             raise self.fail(f"{mask} must hold booleans, or 0 and 1, found {value.dtype}")
         return np.flatnonzero(value).astype(np.int32)
 
-    def parts(self, labels: Int32[np.ndarray, " N"]) -> dict[str, Int32[np.ndarray, " ids"]]:
+    def parts(self, labels: np.ndarray) -> dict[str, Int32[np.ndarray, " ids"]]:
         """Returns the training, validation and test nodes; empty arrays without a split."""
         parts = {part: ids for part in PARTS if (ids := self.part(part, len(labels))) is not None}
         if parts and not len(parts.get("train", ())):
             raise self.fail(f"expected training nodes in the split, found none among the parts {', '.join(parts)}")
         for part, ids in parts.items():
-            if len(unlabelled := ids[labels[ids] == NONE]):
+            if len(unlabelled := ids[~is_labelled(labels[ids])]):
                 raise self.fail(f"expected labels of all nodes in {part}, found none of node {unlabelled[0]}")
         for part, other in itertools.combinations(parts, 2):
             if len(common := np.intersect1d(parts[part], parts[other])):
                 raise self.fail(f"expected each node in one part, found node {common[0]} in {part} and {other}")
         return {part: parts.get(part, np.zeros(0, np.int32)) for part in PARTS}
 
+    def node_data(self, name: str) -> NodeData:
+        """Returns all arrays as a checked graph."""
+        labels = self.labels()
+        edges = self.integers("edge_index", (2, None), 0, len(labels))
+        weights = self.edge_weights(edges.shape[1])
+        edge_attr = self.edge_attr(edges.shape[1])
+        parts = self.parts(labels)
+        return NodeData(name, edges, self.features(len(labels)), labels, **parts, weights=weights, edge_attr=edge_attr)
+
 
 def read_npz(path: Path) -> NodeData:
-    """Reads one graph from an `.npz` archive without pickles, with PyG's names.
+    """Reads one graph from an `.npz` archive without pickles, or from a folder of `.npy` files, with PyG's names.
+
+    Files of a folder are mapped into memory: float32 features and int32 edges stay on disk until they are used.
 
     Required arrays: `edge_index` [2, E]; the features, dense as `x` [N, F] or in CSR as `x_indptr`, `x_indices`, `x_data`,
-    `x_shape`; and `y` [N] or [N, 1] (-1 for no label). Optional arrays: a split, as masks `train_mask`, `val_mask`, `test_mask`
-    [N] or as node ids `train`, `val`, `test`; edge weights `edge_weight` [E]; features of the edges `edge_attr` [E] or [E, D];
+    `x_shape`; and `y`: classes [N] or [N, 1] (-1 for none), several labels of 0 and 1 [N, T], or floating-point numbers [N] or
+    [N, T] to predict (NaN for none). Optional arrays: a split, as masks `train_mask`, `val_mask`, `test_mask` [N] or as ids
+    `train`, `val`, `test`; edge weights `edge_weight` [E]; features of the edges `edge_attr` [E] or [E, D];
     and `num_nodes`, the length of `y`.
 
     Raises:
@@ -440,18 +525,60 @@ def read_npz(path: Path) -> NodeData:
     required = ["edge_index", "y", *([] if "x" in file.arrays else SPARSE_FEATURES)]
     if missing := [name for name in required if name not in file.arrays]:
         raise file.fail(f"expected the arrays {', '.join(missing)}, found only {', '.join(sorted(file.arrays))}")
-    labels = file.labels()
-    edges = file.integers("edge_index", (2, None), 0, len(labels))
-    weights = file.edge_weights(edges.shape[1])
-    edge_attr = file.edge_attr(edges.shape[1])
-    parts = file.parts(labels)
-    return NodeData(path.stem, edges, file.features(len(labels)), labels, **parts, weights=weights, edge_attr=edge_attr)
+    return file.node_data(path.stem)
+
+
+OGB_ARRAYS = {"edge_index": "edge", "x": "node-feat", "y": "node-label", "edge_attr": "edge-feat"}
+"""Files `raw/NAME.csv.gz` of OGB by the name of their array."""
+OGB_PARTS = {"train": "train", "val": "valid", "test": "test"}
+OGB_ONE_DIRECTION = ("products", "proteins")
+"""Data sets whose files have one direction of each undirected edge; OGB adds the other one as it reads them."""
+
+
+def read_ogb_folder(folder: Path) -> NodeData:
+    """Reads a data set for nodes of the Open Graph Benchmark from the folder that `ogb` has downloaded, such as `ogbn_arxiv`.
+
+    Edges have the directions that OGB's own loader gives them: one in arxiv, whose usual models add the other one, both in
+    products and proteins.
+
+    Raises:
+        ValueError: a file is missing or has no numbers, or an array is wrong; the message names the file or the array.
+    """
+    splits = sorted(each for each in folder.glob("split/*") if each.is_dir())
+    if len(splits) != 1:
+        raise ValueError(f"{folder}: expected one folder in split, found {len(splits)}")
+    arrays = {}
+    for name, stem in OGB_ARRAYS.items():
+        path = folder / "raw" / f"{stem}.csv.gz"
+        if path.exists():
+            arrays[name] = read_table(path, np.int64 if name == "edge_index" else np.float32)
+        elif name != "edge_attr":
+            raise ValueError(f"{path}: expected a file, found none")
+    for part, stem in OGB_PARTS.items():
+        arrays[part] = read_table(splits[0] / f"{stem}.csv.gz", np.int64)[:, 0]
+    arrays["edge_index"] = arrays["edge_index"].T
+    if (arrays["y"] == np.rint(arrays["y"])).all():
+        arrays["y"] = arrays["y"].astype(np.int32)
+    name = folder.name.removeprefix("ogbn_").removeprefix("ogbn-")
+    if name in OGB_ONE_DIRECTION:
+        arrays["edge_index"] = np.concatenate([arrays["edge_index"], arrays["edge_index"][::-1]], axis=1)
+        if "edge_attr" in arrays:
+            arrays["edge_attr"] = np.concatenate([arrays["edge_attr"], arrays["edge_attr"]])
+    return Archive(folder, arrays).node_data(name)
+
+
+def read_table(path: Path, dtype: DTypeLike) -> np.ndarray:
+    """Reads a text file of numbers with commas between them, also compressed by gzip. Raises a `ValueError` for another one."""
+    try:
+        return np.loadtxt(path, dtype, delimiter=",", ndmin=2)
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{path}: expected numbers with commas between them, found none: {error}") from error
 
 
 def with_split(data: NodeData, seed: int = 0, per_class: int = 20, val: int = 500) -> NodeData:
     """Adds a random split like Planetoid's: 20 training nodes per class, 500 validation nodes, the rest for tests.
 
-    At most half of the nodes that are not for training are for validation.
+    At most half of the nodes that are not for training are for validation. Without classes, half of the nodes are for training.
 
     Args:
         data: a graph without a split.
@@ -460,8 +587,10 @@ def with_split(data: NodeData, seed: int = 0, per_class: int = 20, val: int = 50
         val: validation nodes.
     """
     rng = np.random.default_rng(seed)
-    order = rng.permutation(np.flatnonzero(data.labels != NONE)).astype(np.int32)
-    train = np.concatenate([order[data.labels[order] == c][:per_class] for c in range(data.num_classes)])
+    order = rng.permutation(np.flatnonzero(is_labelled(data.labels))).astype(np.int32)
+    train = order[: len(order) // 2]
+    if label_kind(data.labels) == "class":
+        train = np.concatenate([order[data.labels[order] == c][:per_class] for c in range(data.num_classes)])
     rest = order[~np.isin(order, train)]
     val = min(val, len(rest) // 2)
     return replace(data, train=np.sort(train), val=np.sort(rest[:val]), test=np.sort(rest[val:]))

@@ -72,9 +72,9 @@ def check_weights(weights: Any, edges: int) -> Float[np.ndarray, " E"]:
 
 
 def to_float32(values: np.ndarray) -> Float[np.ndarray, "..."]:
-    """Converts to float32; numbers beyond its range become infinite, without NumPy's warning."""
+    """Converts to float32, without a copy of float32; numbers beyond its range become infinite, without NumPy's warning."""
     with np.errstate(over="ignore"):
-        return values.astype(np.float32)
+        return values.astype(np.float32, copy=False)
 
 
 def check_count(noun: str, count: Any) -> int | None:

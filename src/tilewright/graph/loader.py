@@ -7,19 +7,24 @@ Legend: B roots or graphs of a batch, M rows, F features, E edges, D features of
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int, Shaped
 
 from tilewright.graph.batch import PADDING, Capacity, pack, round_up
-from tilewright.graph.data import GraphData, NodeData
-from tilewright.graph.edges import check_edge_features, from_edge_index
-from tilewright.graph.sample import NeighbourSampler
+from tilewright.graph.data import GraphData, NodeData, no_labels
+from tilewright.graph.edges import check_edge_features, check_weights, from_edge_index
+from tilewright.graph.sample import NeighbourSampler, Sample, SampledTable
+
+Batch = TypeVar("Batch")
 
 
 @dataclass
@@ -65,9 +70,9 @@ class NeighborBatch:
     Attributes:
         x: features of the input rows, `[M, F]`; the roots come first.
         layers: neighbours in each layer, the input layer first, for `models.gnn.apply`.
-        edge_attr: features of each layer's edges, `[N * fan_out, D]`; None without.
+        edge_attr: features of each layer's slots of edges, `[S, D]`; None without.
         rows: mask of the rows that are not padding, `[M]`.
-        y: labels of the roots, `[B]`; -1 in padding. For links, their labels.
+        y: labels of the roots, `[B]` or `[B, T]`; -1 (or NaN) in padding. For links, their labels.
     """
 
     x: Any
@@ -78,22 +83,140 @@ class NeighborBatch:
 
 
 def node_data(data: Any) -> NodeData:
-    """Returns PyG's `Data` as `NodeData`, with labels -1 where it has none."""
+    """Returns PyG's `Data` as `NodeData`, with labels -1 where it has none.
+
+    Raises:
+        ValueError: an array has a wrong shape, or ids out of range.
+    """
     if isinstance(data, NodeData):
         return data
     x = np.asarray(data.x, np.float32)
     edges = from_edge_index(data.edge_index, len(x)).edge_index.astype(np.int32)
     y = getattr(data, "y", None)
-    labels = np.full(len(x), PADDING, np.int32) if y is None else np.asarray(y).reshape(len(x)).astype(np.int32)
+    labels = np.full(len(x), PADDING, np.int32) if y is None else np.asarray(y)
+    if len(labels) != len(x) or labels.ndim not in (1, 2):
+        raise ValueError(f"expected y of {len(x)} nodes, [nodes] or [nodes, labels], found {list(labels.shape)}")
+    if labels.dtype.kind == "f":
+        labels = labels.reshape(len(x), -1).astype(np.float32)
+    else:
+        labels = (labels[:, 0] if labels.shape[1:] == (1,) else labels).astype(np.int32)
     parts = (getattr(data, f"{part}_mask", None) for part in ("train", "val", "test"))
     ids = [np.flatnonzero([] if mask is None else np.asarray(mask)).astype(np.int32) for mask in parts]
     given = getattr(data, "edge_attr", None)
     features = None if given is None else check_edge_features(given, edges.shape[1])
-    return NodeData("data", edges, x, labels, ids[0], ids[1], ids[2], edge_attr=features)
+    weights = getattr(data, "edge_weight", None)
+    weights = None if weights is None else check_weights(weights, edges.shape[1])
+    return NodeData("data", edges, x, labels, ids[0], ids[1], ids[2], weights, features)
+
+
+def prefetched(batches: Iterable[Callable[[], Batch]], workers: int, ahead: int = 2) -> Iterator[Batch]:
+    """Yields the results of the calls, in their order, which threads compute beforehand.
+
+    Args:
+        batches: the calls.
+        workers: number of threads; 0 calls in the caller's thread.
+        ahead: calls beyond the number of threads that wait or have finished.
+    """
+    if not workers:
+        yield from (make() for make in batches)
+        return
+    waiting: deque[Future[Batch]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for make in batches:
+                waiting.append(pool.submit(make))
+                if len(waiting) > workers + ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+class Neighborhoods:
+    """Sampled neighbourhoods of a graph's nodes, with features: what loaders and training make batches of.
+
+    Args:
+        data: the graph.
+        fan_outs: see `sample.NeighbourSampler`.
+        batch_size: roots per batch.
+        loops: "given" takes self-loops like any other edge; "table" gives each node exactly one, as attention expects; "layer"
+            leaves them out for models that add them (see `models.gnn.Config.self_loops`).
+        roots: nodes from which roots will come; None for all.
+
+    Raises:
+        ValueError: the graph has edge weights, or see `sample.NeighbourSampler`.
+    """
+
+    def __init__(
+        self,
+        data: NodeData,
+        fan_outs: Sequence[int],
+        batch_size: int,
+        loops: Literal["given", "table", "layer"] = "given",
+        roots: Any = None,
+    ):
+        if data.weights is not None:
+            raise ValueError(
+                f"expected no edge weights for sampled neighbours, found some in {data.name}; leave out edge_weight"
+            )
+        edges = data.edge_index
+        kept = (edges[0] != edges[1]) | (loops == "given")
+        everything = bool(kept.all())  # edges of large graphs are not copied
+        self.data = data
+        self.edge_attr = data.edge_attr if everything or data.edge_attr is None else data.edge_attr[kept]
+        edges = edges if everything else edges[:, kept]
+        self.sampler = NeighbourSampler(edges, data.num_nodes, fan_outs, batch_size, loops == "table", roots=roots)
+
+    def batches(
+        self, roots: Sequence[Any], seeds: Sequence[Any], labels: Sequence[Shaped[np.ndarray, "..."]]
+    ) -> list[NeighborBatch]:
+        """Samples batches of one shape, with all arrays in NumPy.
+
+        Args:
+            roots: roots of each batch.
+            seeds: seed of each batch.
+            labels: labels of each batch.
+        """
+        samples = self.sampler.samples(roots, seeds)
+        return [
+            NeighborBatch(self.data.rows(sample.nodes), sample.layers, self.edge_features(sample), sample.rows, y)
+            for sample, y in zip(samples, labels, strict=True)
+        ]
+
+    def edge_features(self, sample: Sample) -> list[Float[np.ndarray, "S D"]] | None:
+        """Returns the features of each layer's slots: zeros in padding, and for a table's self-loop the mean of the row."""
+        given = self.edge_attr
+        if given is None:
+            return None
+        found = []
+        for layer, ids in zip(sample.layers, sample.edges, strict=True):
+            features = np.zeros((len(ids), given.shape[1]), np.float32)
+            features[ids >= 0] = given[ids[ids >= 0]]
+            if isinstance(layer, SampledTable) and layer.self_loops:
+                offsets = np.asarray(layer.offsets)
+                counts = np.diff(offsets)
+                firsts = offsets[:-1][counts > 0]  # a row's first slot is its self-loop
+                if len(firsts):
+                    sums = np.add.reduceat(features, firsts)
+                    features[firsts] = sums / np.maximum(counts[counts > 0] - 1, 1).astype(np.float32)[:, None]
+            found.append(features)
+        return found
+
+    def __str__(self) -> str:
+        sampler = self.sampler
+        rows = " or ".join(f"{capacity.rows[-1]:,}" for capacity in sampler.capacities)
+        shapes = "one shape" if len(sampler.capacities) == 1 else f"{len(sampler.capacities)} shapes"
+        way = f"; sampled by NumPy, since {sampler.reason}" if sampler.reason else ""
+        sizes = f"{sampler.batch_size:,} roots with fan-outs {list(sampler.fan_outs)}"
+        return f"{shapes}: {sizes} are {rows} rows of {self.data.num_features:,} features{way}"
 
 
 class NeighborLoader:
-    """Batches of nodes with sampled neighbourhoods, all of one shape.
+    """Batches of nodes with sampled neighbourhoods, of one or two declared shapes.
+
+    On a CPU, a batch has one row for each node. Nearly all batches then have the usual shape, and any batch fits the other.
 
     Args:
         data: a graph: `NodeData`, or PyG's `Data`.
@@ -104,6 +227,7 @@ class NeighborLoader:
         drop_last: leave out a batch that is not full.
         seed: seed of order and samples.
         self_loops: each node is its own neighbour once, as attention expects; the graph's own self-loops are left out.
+        num_workers: threads that sample ahead; batches do not depend on their number.
 
     Raises:
         ValueError: ids are out of range, or see `sample.NeighbourSampler`.
@@ -119,6 +243,7 @@ class NeighborLoader:
         drop_last: bool = False,
         seed: int = 0,
         self_loops: bool = False,
+        num_workers: int = 1,
     ):
         self.data = node_data(data)
         nodes = self.data.num_nodes
@@ -128,45 +253,54 @@ class NeighborLoader:
             raise ValueError(
                 f"expected input_nodes as a mask or ids from 0 to {nodes - 1}, found {ids.dtype} {list(ids.shape)}"
             )
-        edges = self.data.edge_index
-        kept = (edges[0] != edges[1]) | (not self_loops)
-        self.edge_attr = None if self.data.edge_attr is None else self.data.edge_attr[kept]
+        if num_workers < 0:
+            raise ValueError(f"expected num_workers of at least 0, found {num_workers}")
         self.roots = ids
+        self.num_workers = num_workers
         self.order = Order(len(ids), batch_size, shuffle, drop_last, seed)
-        self.sampler = NeighbourSampler(edges[:, kept], nodes, num_neighbors, self.roots_per_batch, self_loops)
+        loops = "table" if self_loops else "given"
+        self.neighborhoods = Neighborhoods(self.data, num_neighbors, self.roots_per_batch, loops, self.likely_roots())
         self.report = LoadReport()
+
+    @property
+    def sampler(self) -> NeighbourSampler:
+        return self.neighborhoods.sampler
 
     @property
     def roots_per_batch(self) -> int:
         return self.order.size
+
+    def likely_roots(self) -> Int[np.ndarray, " R"]:
+        """Returns nodes from which the roots come, for the usual shape."""
+        return self.roots
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __iter__(self) -> Iterator[NeighborBatch]:
         self.report = LoadReport()
-        for places, seed in self.order.epoch():
-            roots = self.roots[places]
-            labels = np.full(self.sampler.batch_size, PADDING, np.int32)
-            labels[: len(roots)] = self.data.labels[roots]
-            yield self.sampled(roots, seed, labels)
+        calls = (partial(self.batch, places, seed) for places, seed in self.order.epoch())
+        for counts, batch in prefetched(calls, self.num_workers):
+            self.report.add(*counts)
+            yield batch
 
-    def sampled(self, roots: Int[np.ndarray, " R"], seed: Sequence[int], labels: np.ndarray) -> NeighborBatch:
-        """Samples the neighbourhoods of roots, gathers features, and counts padding."""
-        sample = self.sampler.sample(roots, seed)
-        edges = sum(each.size for each in sample.edges)
-        rows = int(np.asarray(sample.rows).sum())
-        filled = sum(int(np.asarray(layer.degrees).sum()) for layer in sample.layers)
-        self.report.add(len(sample.nodes), len(sample.nodes), rows, edges, filled)
-        attributes = self.edge_attr
-        edge_attr = None if attributes is None else [jnp.asarray(attributes[ids]) for ids in sample.edges]
-        x = jnp.asarray(self.data.rows(sample.nodes))
-        return NeighborBatch(x, sample.layers, edge_attr, sample.rows, jnp.asarray(labels))
+    def rooted(self, places: Int[np.ndarray, " P"], seed: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns roots and labels of a batch."""
+        roots = self.roots[places]
+        missing = no_labels(self.data.labels, self.order.size - len(roots))
+        return roots, np.concatenate([self.data.labels[roots], missing])
+
+    def batch(self, places: Int[np.ndarray, " P"], seed: tuple[int, int, int]) -> tuple[tuple[Any, ...], NeighborBatch]:
+        """Samples the batch of some places; returns its counts for the report as well."""
+        roots, labels = self.rooted(places, seed)
+        (batch,) = self.neighborhoods.batches([roots], [seed], [labels])
+        slots = [layer.filled_slots() for layer in batch.layers]
+        shape = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+        counts = shape, len(batch.rows), int(batch.rows.sum()), sum(size for size, _ in slots), sum(n for _, n in slots)
+        return counts, jax.tree.map(jnp.asarray, batch)
 
     def __str__(self) -> str:
-        sizes = f"{self.sampler.batch_size:,} roots with fan-outs {list(self.sampler.fan_outs)}"
-        rows = f"{self.sampler.rows:,} rows of {self.data.num_features:,} features"
-        return f"{len(self):,} batches of one shape: {sizes} are {rows}"
+        return f"{len(self):,} batches of {self.neighborhoods}"
 
 
 @dataclass
@@ -218,7 +352,7 @@ class LinkNeighborLoader(NeighborLoader):
         edge_label: their labels, from 0; None for 1.
         neg_sampling_ratio: drawn negative edges per edge.
         batch_size: edges per batch, without negative ones.
-        shuffle, drop_last, seed, self_loops: see `NeighborLoader`.
+        shuffle, drop_last, seed, self_loops, num_workers: see `NeighborLoader`.
 
     Raises:
         ValueError: edges or labels are invalid, or see `NeighborLoader`.
@@ -236,6 +370,7 @@ class LinkNeighborLoader(NeighborLoader):
         drop_last: bool = False,
         seed: int = 0,
         self_loops: bool = False,
+        num_workers: int = 1,
     ):
         data = node_data(data)
         links = from_edge_index(data.edge_index if edge_label_index is None else edge_label_index, data.num_nodes).edge_index
@@ -247,7 +382,7 @@ class LinkNeighborLoader(NeighborLoader):
         self.ends = links
         self.edge_label = labels.astype(np.int32)
         self.negatives = math.ceil(batch_size * neg_sampling_ratio)
-        super().__init__(data, num_neighbors, None, batch_size, shuffle, drop_last, seed, self_loops)
+        super().__init__(data, num_neighbors, None, batch_size, shuffle, drop_last, seed, self_loops, num_workers)
         self.order = Order(links.shape[1], batch_size, shuffle, drop_last, seed)
 
     @property
@@ -259,17 +394,18 @@ class LinkNeighborLoader(NeighborLoader):
     def roots_per_batch(self) -> int:
         return 2 * self.links
 
-    def __iter__(self) -> Iterator[NeighborBatch]:
-        self.report = LoadReport()
-        for places, seed in self.order.epoch():
-            count = math.ceil(len(places) * self.negatives / self.order.size)
-            drawn = np.random.default_rng((*seed, 1)).integers(0, self.data.num_nodes, (2, count))
-            ends = np.concatenate([self.ends[:, places], drawn], axis=1)
-            labels = np.full(self.links, PADDING, np.int32)
-            labels[: ends.shape[1]] = np.concatenate([self.edge_label[places], np.zeros(count, np.int32)])
-            roots = np.zeros((2, self.links), np.int64)  # edges in padding are those of node 0, without a label
-            roots[:, : ends.shape[1]] = ends
-            yield self.sampled(roots.ravel(), seed, labels)
+    def likely_roots(self) -> Int[np.ndarray, " R"]:
+        return self.ends.ravel()
+
+    def rooted(self, places: Int[np.ndarray, " P"], seed: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+        count = math.ceil(len(places) * self.negatives / self.order.size)
+        drawn = np.random.default_rng((*seed, 1)).integers(0, self.data.num_nodes, (2, count))
+        ends = np.concatenate([self.ends[:, places], drawn], axis=1)
+        labels = np.full(self.links, PADDING, np.int32)
+        labels[: ends.shape[1]] = np.concatenate([self.edge_label[places], np.zeros(count, np.int32)])
+        roots = np.zeros((2, self.links), np.int64)  # edges in padding are those of node 0, without a label
+        roots[:, : ends.shape[1]] = ends
+        return roots.ravel(), labels
 
 
 @jax.tree_util.register_dataclass

@@ -130,8 +130,11 @@ def reduced(slots: Slots, messages: Float[Array, "S *F"], reduce: str) -> Float[
         return slots.reduce(messages, reduce)  # pyright: ignore[reportArgumentType]
     mean = slots.reduce(messages, "mean")
     variance = slots.reduce(messages * messages, "mean") - mean * mean
-    if reduce == "var":
-        return variance
+    return variance if reduce == "var" else deviation(variance)
+
+
+def deviation(variance: Float[Array, "N *F"]) -> Float[Array, "N *F"]:
+    """Computes standard deviations; 0 for a variance of at most `LEAST_VARIANCE`."""
     fits = variance > LEAST_VARIANCE
     return jnp.where(fits, jnp.sqrt(jnp.where(fits, variance, 1)), 0)
 

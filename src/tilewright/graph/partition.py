@@ -69,7 +69,7 @@ class PartitionedTable:
         limit: int = 64,
         self_loops: bool = False,
     ) -> "PartitionedTable":
-        """Partitions a graph into blocks of consecutive nodes with about equal numbers of nodes and edges.
+        """Partitions a graph into blocks of nodes, consecutive in `order`, with about equal numbers of nodes and edges.
 
         All processes build the same graph, and keep the arrays of their devices.
 
@@ -82,13 +82,14 @@ class PartitionedTable:
             exchange: "ring" passes blocks of features around a ring, so that a device has at most two blocks in memory, and
                 skips pairs of blocks without edges. "all_gather" gathers all features on each device first.
             layout: see `table.make_table`; "padded" is not supported.
-            order: see `table.make_table`; "rcm" leaves few pairs of blocks with edges.
+            order: see `table.make_table`; "rcm" leaves few pairs of blocks with edges. "metis" makes the blocks itself: METIS
+                partitions the nodes so that few edges join different blocks.
             limit: see `table.make_table`.
             self_loops: see `table.make_table`.
 
         Raises:
             ValueError: an option is unknown, or the edges are invalid.
-            ImportError: the order needs SciPy, which is not installed.
+            ImportError: the order needs SciPy or pymetis, which is not installed.
         """
         axis = checked_axis(mesh, axis)
         for option, value, choices in (
@@ -254,11 +255,17 @@ def partition(edges: Edges, mesh: Mesh, axis: str, exchange: str, layout: str, o
     """Builds the partitioned table of checked edges."""
     nodes = edges.num_nodes
     devices = mesh.shape[axis]
-    numbering = np.arange(nodes)
-    if order == "rcm":
-        numbering = build.locality_order(edges.destinations, edges.sources, nodes)
     degrees = np.bincount(edges.destinations, minlength=nodes)
-    starts = cut(degrees[numbering], devices)
+    if order == "metis":
+        sizes = degrees + max(1, -(-edges.sources.size // max(1, nodes)))  # all nodes together weigh as much as all edges
+        part = build.metis_parts(edges.destinations, edges.sources, nodes, devices, sizes)
+        numbering = np.argsort(part, kind="stable")
+        starts = build.row_offsets(np.bincount(part, minlength=devices))
+    else:
+        numbering = np.arange(nodes)
+        if order == "rcm":
+            numbering = build.locality_order(order, edges.destinations, edges.sources, nodes)
+        starts = cut(degrees[numbering], devices)
     size = max(1, int(np.diff(starts).max()))  # rows of a block
     block = np.repeat(np.arange(devices), np.diff(starts))
     rows = block * size + np.arange(nodes) - starts[block]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -266,18 +266,18 @@ class CsrRows:
     """Concatenated rows: row r has the slots `offsets[r]` to `offsets[r + 1] - 1`, followed by padding after the last row.
 
     Attributes:
-        offsets: first slot of each row, and the end of the last row.
-        sources: source of each slot.
-        rows: row of each slot.
-        edges: caller's edge of each slot.
-        slots: slot of each of the caller's edges (out of range for padding).
+        offsets: first slot of each row, and the end of the last row, int32 `[N + 1]`.
+        sources: source of each slot, int32 `[E]`.
+        rows: row of each slot, `[E]`.
+        edges: caller's edge of each slot, `[E]`.
+        slots: slot of each of the caller's edges (out of range for padding), `[E]`.
     """
 
-    offsets: Int32[Array, " N1"]
-    sources: Int32[Array, " E"]
-    rows: Int32[Array, " E"]
-    edges: Int32[Array, " E"]
-    slots: Int32[Array, " E"]
+    offsets: Any  # trees of samples also hold shapes, and stacked arrays
+    sources: Any
+    rows: Any
+    edges: Any
+    slots: Any
 
     @property
     def num_edges(self) -> int:

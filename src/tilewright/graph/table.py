@@ -34,7 +34,7 @@ from tilewright.kernels import select
 from tilewright.kernels.select import Reduce
 
 LAYOUTS = ("auto", "padded", "bucketed", "csr")
-ORDERS = ("given", "rcm")
+ORDERS = ("given", "rcm", "metis")
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +46,7 @@ class NeighborTable:
         forward: sources of each node.
         backward: destinations of each source.
         weights: edge weights, in the caller's order; None if all are 1.
-        loops: 1 minus the number of each node's self-loops, in table order.
+        loops: 1 minus the number of each node's self-loops, in table order, float32 `[N]`.
         repeated: mask of the self-loops that a later self-loop of the same node follows, in the caller's order; None without.
         order: caller's number of each source in table order; None for the same order.
         places: table's number of each of the caller's sources; None for the same order.
@@ -61,7 +61,7 @@ class NeighborTable:
     forward: Rows
     backward: Rows
     weights: Float[Array, " E"] | None
-    loops: Float[Array, " N"]
+    loops: Any  # trees of samples also hold shapes, and stacked arrays
     repeated: Bool[Array, " E"] | None
     order: Int32[Array, " M"] | None
     places: Int32[Array, " M"] | None
@@ -255,15 +255,25 @@ class NeighborTable:
         """Computes and reduces messages, with values of nodes in table order; see `tilewright.graph.messages.propagate`."""
         names = messages.reductions(reduce)
         if message is None and weight is None and not values:
-            if not any(select.refuses_message_reduce(False, False, name) for name in names):
+            weighted = self.weights is not None and any(name in ("var", "std") for name in names)
+            if not any(select.refuses_message_reduce(False, weighted, name) for name in names):
                 flat = x.reshape(x.shape[0], math.prod(x.shape[1:]))
-                each = [self.aggregate(flat, name).reshape(-1, *x.shape[1:]) for name in names]
+                each = [self.reduce_features(flat, name).reshape(-1, *x.shape[1:]) for name in names]
                 return each[0] if len(each) == 1 else jnp.concatenate(each, axis=-1)
             if self.weights is not None:
                 message = messages.weighted_source
                 values = {"edge_weight": self.weights}
         slots = SlotGraph(self.forward, self.backward)
         return messages.pass_messages(slots, x, message, reduce, weight, values, (self.num_sources, self.num_nodes))
+
+    def reduce_features(self, x: Float[Array, "M F"], reduce: str) -> Float[Array, "N F"]:
+        """Reduces the features of each node's sources with kernels, also to variances and standard deviations."""
+        if reduce not in ("var", "std"):
+            return self.aggregate(x, reduce)
+        wide = x.astype(jnp.float32)
+        mean = self.aggregate(wide, "mean")
+        variance = self.aggregate(wide * wide, "mean") - mean * mean
+        return (variance if reduce == "var" else messages.deviation(variance)).astype(x.dtype)
 
     def checked_weights(self, weights: Float[Array, " E"] | None) -> Float[Array, " E"] | None:
         """Returns the given weights in float32, or else the table's weights. Raises a `ValueError` for another shape."""
@@ -359,7 +369,8 @@ def make_table(
         layout: "padded" has one row of slots per node, as wide as the largest degree. "bucketed" numbers the nodes by row
             width, powers of two up to `limit`, and splits longer rows. "csr" has all neighbours in one list. "auto" is "csr" if
             the CPU kernels run, else "bucketed".
-        order: "given", or "rcm" to number nodes so that neighbours are close (reverse Cuthill-McKee; needs SciPy).
+        order: "given", or an order that numbers neighbours close to each other: "rcm" (reverse Cuthill-McKee; needs SciPy) or
+            "metis" (parts with few edges between them; needs SciPy and pymetis).
         limit: widest row of a bucket, a power of two.
         self_loops: give each node exactly one self-loop, see `edges.with_self_loops`. The table's edges are then the other
             edges in the caller's order, followed by a self-loop per node.
@@ -371,7 +382,7 @@ def make_table(
 
     Raises:
         ValueError: an option is unknown, or the graph exceeds `widths` or `capacity`.
-        ImportError: the order needs SciPy, which is not installed.
+        ImportError: the order needs SciPy or pymetis, which is not installed.
     """
     check_options(edges, layout, order, limit, widths)
     if self_loops and edges.num_sources < edges.num_nodes:
@@ -442,15 +453,16 @@ def check_options(edges: Edges, layout: str, order: str, limit: int, widths: tup
         raise ValueError(f"expected limit to be a power of two of at least 2, found {limit}")
     if widths is not None and layout != "padded":
         raise ValueError(f"expected widths for the layout padded only, found {layout!r}")
-    if order == "rcm" and edges.num_sources != edges.num_nodes:
-        raise ValueError(f"expected as many sources as nodes for order='rcm', found {edges.num_sources} and {edges.num_nodes}")
+    if order != "given" and edges.num_sources != edges.num_nodes:
+        found = f"{edges.num_sources} and {edges.num_nodes}"
+        raise ValueError(f"expected as many sources as nodes for order={order!r}, found {found}")
 
 
 def number_nodes(edges: Edges, layout: str, order: str, limit: int) -> build.Ids | None:
     """Returns the caller's number of each source in table order; None for the same order."""
     numbering = np.arange(edges.num_sources)
-    if order == "rcm":
-        numbering = build.locality_order(edges.destinations, edges.sources, edges.num_nodes)
+    if order != "given":
+        numbering = build.locality_order(order, edges.destinations, edges.sources, edges.num_nodes)
     if layout == "bucketed":
         degrees = np.bincount(edges.destinations, minlength=edges.num_nodes)
         keys = build.bucket_keys(degrees[numbering[: edges.num_nodes]], limit)

@@ -16,6 +16,7 @@ from tilewright.kernels import native
 from tilewright.kernels.gather_reduce import reference
 from tilewright.kernels.gather_reduce import xla as gather_xla
 from tilewright.kernels.gather_reduce.reference import Reduce
+from tilewright.kernels.neighbours import reference as sampler_reference
 from tilewright.kernels.registry import Chip, Kernels, Selection, first, selection
 from tilewright.kernels.scatter_add import xla as scatter_xla
 
@@ -39,6 +40,16 @@ def gather_reduce_csr(x: Array, offsets: Array, sources: Array, weights: Array |
         return plain(x, offsets, sources, weights)
     fused = partial(lists_kernel().gather_reduce_csr, reduce=reduce)
     return jax.lax.platform_dependent(x, offsets, sources, weights, cpu=fused, default=plain)
+
+
+def neighbour_sampler() -> tuple[Any, str]:
+    """Returns the module that samples neighbours, with the functions of `neighbours.reference`, and why it is not compiled."""
+    library, reason = native.host_library("neighbours")
+    if library is None:
+        return sampler_reference, reason
+    from tilewright.kernels.neighbours import cpu as sampler_cpu
+
+    return sampler_cpu, ""
 
 
 def message_kernel(

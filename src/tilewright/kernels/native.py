@@ -68,6 +68,7 @@ TARGETS = {
         "tilewright_gather_rows": "TilewrightGatherRows",
         "tilewright_gather_block_rows": "TilewrightGatherBlockRows",
     },
+    "neighbours": {},  # called by `neighbours.cpu`, without XLA
     "gather_reduce": {
         "tilewright_gather_reduce": "TilewrightGatherReduce",
         "tilewright_edge_dot": "TilewrightEdgeDot",
@@ -181,6 +182,24 @@ def kernels() -> Native:
     except (OSError, RuntimeError) as error:
         return Native(None, " ".join(str(error).split()))
     return Native(isa, folder=folder)
+
+
+@cache
+def host_library(operation: str) -> tuple[ctypes.CDLL | None, str]:
+    """Returns an operation's library for calls by the host, whatever JAX's devices are; or None and why there is none.
+
+    Raises:
+        ValueError: an environment variable has an invalid value.
+    """
+    wanted_isa()
+    if native_disabled():
+        return None, f"TILEWRIGHT_NO_NATIVE is {os.environ['TILEWRIGHT_NO_NATIVE']}"
+    try:
+        path = libraries()[operation]
+        isa_of(path)
+        return ctypes.CDLL(str(path)), ""
+    except (OSError, RuntimeError) as error:
+        return None, " ".join(str(error).split())
 
 
 def or_empty(x: Array | None, dtype: DTypeLike) -> Array | np.ndarray:

@@ -87,6 +87,11 @@ IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
     "rms_norm": listed("rms_norm.cpu", xla="rms_norm.reference"),  # XLA makes one loop of it
     "write": listed("write.cpu", "write.pallas_tpu", "write.xla"),
     "attend": listed("attention.cpu", "attention.pallas_tpu", "attention.xla"),
+    "attend_block": (
+        Implementation("splash Pallas", "self_attention.splash", "tpu"),
+        Implementation("cuDNN", "self_attention.cudnn", "gpu"),
+        *listed(xla="attention.xla"),
+    ),
     "attend_projected": listed("attention.cpu", "paged.pallas_tpu", "attention.xla", tpu_name="ragged Pallas"),
     "pages": listed(tpu="paged.pallas_tpu", xla="paged.xla", tpu_name="ragged Pallas"),
     "sparse_attention": listed("sparse_attention.cpu", "sparse_attention.pallas_tpu", "sparse_attention.xla"),
@@ -106,7 +111,8 @@ IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
         *listed(xla="scatter_add.xla"),
     ),
 }
-"""Implementations of each operation of `Operations`, of its building block "product", and of graph reductions, fastest first.
+"""Implementations of each operation of `Operations`, of its building blocks "product" and "attend_block" (attention without a
+cache, with a gradient), and of graph reductions, fastest first.
 
 The last implementation supports all operands.
 """

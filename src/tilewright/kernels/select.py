@@ -12,9 +12,11 @@ import jax
 
 from tilewright.kernels import native
 from tilewright.kernels.attention.xla import MASKED as MASKED
+from tilewright.kernels.attention.xla import QUERIES as QUERIES
 from tilewright.kernels.attention.xla import KeyValues as KeyValues
 from tilewright.kernels.attention.xla import attention as attention
 from tilewright.kernels.attention.xla import attention_over as attention_over
+from tilewright.kernels.attention.xla import by_blocks as by_blocks
 from tilewright.kernels.attention.xla import group_rows as group_rows
 from tilewright.kernels.attention.xla import ungroup_rows as ungroup_rows
 from tilewright.kernels.bundles.xla import CPU_XLA, in_few_bits
@@ -28,10 +30,12 @@ from tilewright.kernels.graph import gather_reduce as gather_reduce
 from tilewright.kernels.graph import gather_reduce_csr as gather_reduce_csr
 from tilewright.kernels.graph import has_csr_kernels as has_csr_kernels
 from tilewright.kernels.graph import message_kernel as message_kernel
+from tilewright.kernels.graph import neighbour_sampler as neighbour_sampler
 from tilewright.kernels.graph import scatter_add as scatter_add
 from tilewright.kernels.head_argmax.xla import allowed as allowed
 from tilewright.kernels.head_argmax.xla import argmax as argmax
 from tilewright.kernels.head_top_k.xla import top_k as top_k
+from tilewright.kernels.linear.scaled import ScaledFormat
 from tilewright.kernels.operations import MatmulPrecision, Operations
 from tilewright.kernels.operations import Weights as Weights
 from tilewright.kernels.paged.xla import mapped_entries as mapped_entries
@@ -98,26 +102,46 @@ def computes_bfloat16(ops: Operations) -> bool:
     return ops.packs or jax.default_backend() != "cpu"
 
 
-def training_operations(products: str) -> Operations:
-    """Returns the bundle for training, with float32 weights and residual stream.
+def training_operations(products: str, compute_dtype: str = "float32", chip: Chip | None = None) -> Operations:
+    """Returns the bundle for training (see also `with_quantised`).
 
     Args:
-        products: precision of matmuls: "float32"; "bfloat16", with float32 sums; or "auto", bfloat16 if the chip has
-            instructions for it, else float32. On a CPU, matmuls use the CPU kernels if they run, else XLA in float32; elsewhere
-            XLA.
+        products: precision of matmuls of float32 weights and activations: "float32"; "bfloat16", with float32 sums; or "auto",
+            bfloat16 if the chip has instructions for it, else float32. On a CPU, matmuls use the CPU kernels if they run, else
+            XLA in float32; elsewhere XLA.
+        compute_dtype: dtype of weights and activations in the loss. In "bfloat16", XLA computes, except attention on TPUs and
+            GPUs.
+        chip: chip to run on, which need not be present; by default JAX's default backend.
 
     Raises:
-        ValueError: an unknown precision, or bfloat16 on a CPU without the CPU kernels.
+        ValueError: an unknown precision, or bfloat16 products on a CPU without the CPU kernels.
     """
     from tilewright.kernels.bundles import training
 
     if products not in get_args(MatmulPrecision):
         raise ValueError(f"expected products in auto, float32 or bfloat16, found {products!r}")
-    if jax.default_backend() != "cpu":
-        return PLAIN if products == "float32" else training.MIXED
+    chip = chip or cast(Chip, jax.default_backend())
+    in_float32 = compute_dtype == "float32"
+    if chip != "cpu":
+        return training.accelerator_operations(chip, in_float32 and products != "float32")
     isa = native.kernels().isa
     if isa is None and products == "bfloat16":
         raise ValueError(f"expected the CPU kernels for matmuls in bfloat16, found none: {native.kernels().reason}")
-    if isa is None:
+    if isa is None or not in_float32:
         return PLAIN
     return training.cpu_operations(products == "bfloat16" or (products == "auto" and isa in training.BFLOAT16_ISAS))
+
+
+def with_quantised(ops: Operations, weights: Weights) -> Operations:
+    """Returns a bundle for training beside frozen matrices in "int8", "int4" or "fp8"; `ops` unchanged for "dequantised".
+
+    Raises:
+        ValueError: another format.
+    """
+    from tilewright.kernels.bundles import training
+
+    if weights == "dequantised":
+        return ops
+    if weights not in get_args(ScaledFormat):
+        raise ValueError(f"expected frozen weights in dequantised, {', '.join(get_args(ScaledFormat))}, found {weights!r}")
+    return training.with_quantised(ops, cast(ScaledFormat, weights))

@@ -1,4 +1,4 @@
-"""Figures of simulated Neuron programs: `tilewright neuron simulate` and `tilewright plan`."""
+"""Figures of simulated Neuron programs: `tilewright neuron simulate` and `tilewright neuron plan`."""
 
 from tilewright.metrics.metric import Metric
 

@@ -384,7 +384,7 @@ def load_stored(folder: Path, names: Collection[str], rename: Callable[[str], st
     return values
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Writes to a temporary file first, so that `path` never holds an incomplete file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -405,7 +405,38 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, np.ndarray]], metadat
             gathered_tensors[name] = value
     if jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, lambda partial: save_file(gathered_tensors, partial, metadata=metadata))
+        replace_file(path, lambda partial: save_file(gathered_tensors, partial, metadata=metadata))
+
+
+def write_shards(folder: Path, tensors: Iterable[tuple[str, np.ndarray]], size: int, metadata: dict[str, str]) -> set[str]:
+    """Writes a safetensors file in each process, and an index. Returns the names of all files.
+
+    All processes must call this function with all tensors, in one order. Each keeps those of its own file only, so that no
+    host holds them all.
+
+    Args:
+        folder: folder of the files, which all processes share.
+        tensors: names and values.
+        size: bytes of all tensors, about; files have equal parts of them.
+        metadata: metadata of each file.
+    """
+    files = [f"model-{n + 1:05d}-of-{jax.process_count():05d}.safetensors" for n in range(jax.process_count())]
+    own: dict[str, np.ndarray] = {}
+    places: dict[str, str] = {}
+    written = 0
+    for name, value in tensors:
+        owner = min(written * len(files) // max(size, 1), len(files) - 1)
+        places[name] = files[owner]
+        written += value.nbytes
+        if owner == jax.process_index():
+            own[name] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / files[jax.process_index()], lambda partial: save_file(own, partial, metadata=metadata))
+    multihost_utils.sync_global_devices(f"shards of {folder}")
+    if jax.process_index() == 0:
+        index = json.dumps({"metadata": {"total_size": written}, "weight_map": dict(sorted(places.items()))}, indent=2)
+        replace_file(folder / INDEX, lambda path: path.write_text(index + "\n", encoding="utf-8"))
+    return {*files, INDEX}
 
 
 def save_params(
@@ -416,17 +447,26 @@ def save_params(
     dtype: DTypeLike,
     unconverted: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Writes `config.json` and `model.safetensors`, which other libraries read too. Creates the folder.
+    """Writes `config.json` and safetensors files, which other libraries read too. Creates the folder.
 
-    Parameters are stored as `dtype`, which is the `torch_dtype` of `config.json`; tensors in `unconverted` (integers, flags)
-    keep their dtype. All processes must call this function; process 0 writes, and all return afterwards.
+    One process writes `model.safetensors`; of several, each writes a part (see `write_shards`). Files of an earlier save are
+    removed. Parameters are stored as `dtype`, which is the `torch_dtype` of `config.json`; tensors in `unconverted` (integers,
+    flags) keep their dtype. All processes must call this function, and return when everything is written.
     """
     text = json.dumps({**hf_config, "torch_dtype": jnp.dtype(dtype).name}, indent=2) + "\n"
     tensors = chain(to_tensors(specs, params, dtype), (unconverted or {}).items())
-    # Readers built on torch require the format "pt".
-    write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+    metadata = {"format": "pt"}  # required by readers built on torch
+    if jax.process_count() == 1:
+        write_tensors(folder / WEIGHTS, tensors, metadata)
+        files = {WEIGHTS}
+    else:
+        size = sum(prod(spec.shape) for spec in spec_leaves(specs)) * jnp.dtype(dtype).itemsize
+        files = write_shards(folder, tensors, size, metadata)
     if jax.process_index() == 0:
-        _replace(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+        for path in (folder / WEIGHTS, folder / INDEX, *folder.glob("model-*-of-*.safetensors")):
+            if path.name not in files:
+                path.unlink(missing_ok=True)
+        replace_file(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
     multihost_utils.sync_global_devices(f"saved {folder}")
 
 

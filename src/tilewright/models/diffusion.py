@@ -244,7 +244,7 @@ def load_diffusion(
 def bidirectional_attend(
     ops: Operations, projection: Projection, heads: Heads, valid: Int[Array, " B"], kv_cache: Any
 ) -> tuple[Float[Array, "B T _"], None]:
-    """Computes attention of every position over the row's first `valid` positions; differentiable if `ops` trains."""
+    """Computes attention of every position over the row's first `valid` positions."""
     q, k, v = ops.heads(projection, heads)
     out = ops.attend(q, KeyValueRows(k, v), AttentionMask(valid[:, None]))
     return out.reshape(*out.shape[:2], -1), None

@@ -11,12 +11,13 @@ Legend: M source rows, N destination rows, E edges, S rows of edges with padding
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float
 
@@ -259,12 +260,17 @@ class PNAConfig(Config):
         edge = None if edge_attr is None else product(ops, linear(ops, edge_attr, layer.encoder), layer.edge)
         target = first_rows(ops, x, graph.num_nodes, layer.target)
 
-        def message(x_j: Array, target_i: Array, edge: Array | None) -> Float[Array, "S F"]:
-            return x_j + target_i if edge is None else x_j + target_i + edge
+        def message(x_j: Array, target_i: Array, edge: Array) -> Float[Array, "S F"]:
+            return x_j + target_i + edge
 
         source = product(ops, x, layer.source) + layer.bias
-        near = graph.propagate(source, message, ("mean", "min", "max", "std"), target=(None, target), edge=edge)
         degrees = graph.aggregate(jnp.ones((graph.num_sources, 1), jnp.float32), reduce="sum")
+        names = "mean", "min", "max", "std"
+        if edge is None:  # the destination's part shifts all messages alike, so that none is stored
+            shift = jnp.where(degrees > 0, target, 0)
+            near = graph.propagate(source, None, names) + jnp.concatenate([shift, shift, shift, jnp.zeros_like(shift)], -1)
+        else:
+            near = graph.propagate(source, message, names, target=(None, target), edge=edge)
         up = (jnp.log(degrees + 1) / self.mean_log_degree).astype(near.dtype)
         down = (self.mean_log_degree / jnp.log(jnp.maximum(degrees, 1) + 1)).astype(near.dtype)
         itself = first_rows(ops, x, graph.num_nodes, layer.itself)
@@ -318,14 +324,49 @@ class HGTLayer:
         priors: by relation, the factors of the scores `[H]`.
     """
 
-    inputs: Mapping[str, Linear]
-    outputs: Mapping[str, Linear]
-    skips: Mapping[str, Array]
-    keys: Mapping[Relation, Array]
-    values: Mapping[Relation, Array]
-    priors: Mapping[Relation, Array]
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    skips: Mapping[str, Any]
+    keys: Mapping[Relation, Any]
+    values: Mapping[Relation, Any]
+    priors: Mapping[Relation, Any]
 
-    def __call__(self, x: Mapping[str, Float[Array, "_ _"]], relations: Any) -> dict[str, Float[Array, "_ _"]]:
+    @classmethod
+    def declare(
+        cls, name: str, widths: Mapping[str, int], hidden: int, heads: int, relations: Sequence[Relation]
+    ) -> "HGTLayer":
+        """Declares the arrays.
+
+        Args:
+            name: prefix of the arrays' names.
+            widths: width of the input by kind of nodes.
+            hidden: width of the output, H * D.
+            heads: number of heads H.
+            relations: the relations.
+
+        Raises:
+            ValueError: the heads do not divide the width.
+        """
+        size, rest = divmod(hidden, heads)
+        if rest:
+            raise ValueError(f"expected a width that {heads} heads divide, found {hidden}")
+
+        def by_relation(part: str) -> dict[Relation, ArraySpec]:
+            axes = "heads", "features", "hidden"
+            return {
+                r: ArraySpec(f"{name}.{part}.{'__'.join(r)}", (heads, size, size), axes, scale=size**-0.5) for r in relations
+            }
+
+        return cls(
+            inputs={kind: glorot_linear(f"{name}.kqv_lin.{kind}", width, 3 * hidden) for kind, width in widths.items()},
+            outputs={kind: glorot_linear(f"{name}.out_lin.{kind}", hidden, hidden) for kind in widths},
+            skips={kind: ArraySpec(f"{name}.skip.{kind}", (1,), ("one",), init="ones") for kind in widths},
+            keys=by_relation("k_rel"),
+            values=by_relation("v_rel"),
+            priors={r: ArraySpec(f"{name}.p_rel.{'__'.join(r)}", (heads,), ("heads",), init="ones") for r in relations},
+        )
+
+    def __call__(self, x: Mapping[str, Float[Array | np.ndarray, "_ _"]], relations: Any) -> dict[str, Float[Array, "_ _"]]:
         """Attends over the neighbours of all relations together. Returns the kinds of nodes that relations end at."""
         heads, size, _ = next(iter(self.keys.values())).shape
         parts = {

@@ -8,7 +8,7 @@ adapters' matrices have the dtype of activations, even if the base is quantised.
 Legend: B rows of a batch, T positions, I inputs, O outputs, R ranks of all adapters together.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,11 +21,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from tilewright.kernels.operations import Joined, Norm, Operations, with_gates_apart
-from tilewright.models.params import ArraySpec
+from tilewright.models.params import ArraySpec, spec_leaves
 from tilewright.models.stored import first_names
-
-FIELDS = ("qkv", "o", "gate_up", "down")
-"""Fields of a decoder's layer whose matrices adapters may change."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["outputs"])
@@ -63,12 +60,15 @@ class AdaptedProducts:
     ranks: Any
 
     def corrections(
-        self, x: Float[Array, "B T I"], w: AdaptedMatrix, out_dtype: DTypeLike, norm: Norm | None, count: Array | None
+        self, x: Float[Array, "*rows I"], w: AdaptedMatrix, out_dtype: DTypeLike, norm: Norm | None, count: Array | None
     ) -> list[Array | None]:
         """Returns the adapters' addition to the matmul with each matrix; None where no adapter changes it."""
         changed = sum(b is not None for b in w.b)
         inner = self.ops.linear(x, w.a, jnp.float32, norm, count=count)
-        masked = jnp.where(jnp.tile(self.ranks, changed), inner, 0).astype(x.dtype)
+        ranks = self.ranks
+        if inner.ndim == 2:  # rows [B * T, I] of a sublayer with experts
+            ranks = jnp.repeat(ranks[:, 0], len(inner) // len(ranks), axis=0)
+        masked = jnp.where(jnp.tile(ranks, changed), inner, 0).astype(x.dtype)
         parts = iter(jnp.split(masked, changed, axis=-1))
         return [None if b is None else self.ops.linear(next(parts), b, out_dtype, count=count) for b in w.b]
 
@@ -131,12 +131,45 @@ class LowRankPair(NamedTuple):
     """Addition of an adapter to the matmul with one stored matrix `[O, I]`: `x @ a.T @ b.T`.
 
     Attributes:
-        a: float32 `[r, I]`.
-        b: float32 `[O, r]`, including the adapter's scale.
+        a: `[r, I]`, float32 on the host; in training an array of the program, or its declaration.
+        b: `[O, r]`, including the adapter's scale; of the same kind.
     """
 
-    a: np.ndarray
-    b: np.ndarray
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Settings of an adapter, as in PEFT's `LoraConfig`.
+
+    Attributes:
+        rank: r.
+        alpha: `lora_alpha`.
+        rslora: scale by `alpha / sqrt(r)` (arXiv 2312.03732) instead of `alpha / r`.
+        targets: names of modules, or ends of names behind a dot, such as "q_proj"; empty for all that adapters may change.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    rslora: bool = False
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"expected a rank of at least 1, found {self.rank}")
+        if not 0 < self.alpha < float("inf"):
+            raise ValueError(f"expected an alpha above 0, found {self.alpha:g}")
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of A and B."""
+        return adapter_scale(self.rank, self.alpha, self.rslora)
+
+
+def adapter_scale(rank: int, alpha: float, rslora: bool) -> float:
+    """Returns the factor of the product of A and B."""
+    return alpha / (rank**0.5 if rslora else rank)
 
 
 @dataclass(frozen=True)
@@ -212,20 +245,24 @@ class Adapters:
         """True if some adapter changes a matrix."""
         return any(module_of(spec) in adapter.pairs for adapter in self.adapters)
 
-    def matrices(self, spec: ArraySpec) -> tuple[np.ndarray, np.ndarray]:
-        """Returns all adapters' A `[I, R]` and B `[R, O]` of a matrix, in float32; zeros for adapters that do not change it."""
+    def matrices(self, spec: ArraySpec) -> tuple[Any, Any]:
+        """Returns all adapters' A `[I, R]` and B `[R, O]` of a matrix; zeros for adapters that do not change it."""
         inputs, outputs = spec.shape
-        a = np.zeros((inputs, self.rank), np.float32)
-        b = np.zeros((self.rank, outputs), np.float32)
-        begin = 0
+        parts: list[tuple[Any, Any]] = []
         for adapter in self.adapters:
-            end = begin + adapter.rank
-            if (pair := adapter.pairs.get(module_of(spec))) is not None:
-                ((first, last), _) = spec.stored_bounds(((0, inputs), (0, outputs)))
-                a[:, begin:end] = pair.a.T
-                b[begin:end] = pair.b[first:last].T
-            begin = end
-        return a, b
+            pair = adapter.pairs.get(module_of(spec))
+            if pair is None:
+                parts.append((np.zeros((inputs, adapter.rank), np.float32), np.zeros((adapter.rank, outputs), np.float32)))
+            else:
+                parts.append((pair.a.T, pair.b[stored_outputs(spec)].T))
+        a, b = zip(*parts, strict=True)
+        return concatenated(a, 1), concatenated(b, 0)
+
+    def check_fit(self, specs: Any) -> None:
+        """Raises a `ValueError` if an adapter does not match the model with these declared parameters."""
+        modules = changeable_modules(specs)
+        for adapter in self.adapters:
+            adapter.check_fit(modules)
 
     def apply(self, ops: Operations, specs: Any, params: Any, dtype: DTypeLike) -> Any:
         """Adds the adapters to a decoder's prepared parameters.
@@ -237,26 +274,36 @@ class Adapters:
         Raises:
             ValueError: an adapter does not match the model.
         """
-        modules = {module_of(spec): spec for layer in specs.layers for spec in changeable(layer)}
-        for adapter in self.adapters:
-            adapter.check_fit(modules)
-        layers = tuple(
-            replace(layer, **{name: self.field(ops, getattr(spec, name), getattr(layer, name), dtype) for name in FIELDS})
-            for spec, layer in zip(specs.layers, params.layers, strict=True)
-        )
+        self.check_fit(specs)
+
+        def adapted(spec: Any, base: Any) -> Any:
+            return self.field(ops, spec, base, dtype)
+
+        layers = jax.tree.map(adapted, specs.layers, params.layers, is_leaf=lambda spec: isinstance(spec, Joined))
         return replace(params, layers=layers, adapters=jnp.asarray(self.columns))
 
+    def merge(self, specs: Any, params: Any) -> Any:
+        """Returns a decoder's unprepared parameters with the sum of the adapters in its matrices.
+
+        Raises:
+            ValueError: an adapter does not match the model.
+        """
+        self.check_fit(specs)
+
+        def merged(spec: ArraySpec, w: Array) -> Array:
+            return w + jnp.asarray(np.matmul(*self.matrices(spec)), w.dtype) if self.changed(spec) else w
+
+        return replace(params, layers=jax.tree.map(merged, specs.layers, params.layers))
+
     def field(self, ops: Operations, spec: Any, base: Any, dtype: DTypeLike) -> Any:
-        """Adds the adapters to one field of a layer."""
-        if isinstance(spec, tuple):
-            return tuple(self.field(ops, *one, dtype) for one in zip(spec, base, strict=True))
-        parts = parts_of(spec)
+        """Adds the adapters to one matrix of a layer, or to several that are `Joined`."""
+        parts = spec.parts if isinstance(spec, Joined) else (spec,)
         if not any(map(self.changed, parts)):
             return base
         pairs = [self.matrices(part) if self.changed(part) else None for part in parts]
-        a = np.concatenate([each[0] for each in pairs if each is not None], axis=1)
+        a = concatenated([each[0] for each in pairs if each is not None], 1)
 
-        def prepared(w: np.ndarray, name: str) -> Any:
+        def prepared(w: Any, name: str) -> Any:
             return ops.prepare_matrix(jnp.asarray(w, dtype), name, exact=True)
 
         b = tuple(
@@ -271,20 +318,55 @@ def operations_for_adapters(ops: Operations, adapters: Adapters | None) -> Opera
     return with_gates_apart(ops) if adapters is not None and adapters.change_gates else ops
 
 
-def parts_of(spec: Any) -> Sequence[ArraySpec]:
-    """Returns the matrices of a field."""
-    return () if spec is None else spec.parts if isinstance(spec, Joined) else (spec,)
+def concatenated(arrays: Sequence[Any], axis: int) -> Any:
+    """Concatenates arrays: those of the host on the host, since JAX would compile a program for each shape."""
+    on_host = all(isinstance(each, np.ndarray) for each in arrays)
+    return (np if on_host else jnp).concatenate(arrays, axis)
 
 
-def changeable(layer: Any) -> Iterator[ArraySpec]:
-    """Yields declared matrices of a layer that adapters may change.
+def stored_outputs(spec: ArraySpec) -> slice | np.ndarray:
+    """Returns the outputs of a module's stored matrix that an array has, in the array's order."""
+    if spec.pieces:
+        return np.concatenate([np.arange(first, first + count) for first, count in spec.pieces])
+    return slice(*spec.stored_bounds(((0, spec.shape[0]), (0, spec.shape[1])))[0])
 
-    Experts are excluded, and matrices whose stored tensor interleaves the outputs of a gate.
+
+def changeable_modules(specs: Any) -> dict[str, ArraySpec]:
+    """Returns the declared matrices of a decoder's layers that adapters may change, by module, without routers and experts.
+
+    Of a module that several arrays share, one of them stands for all.
     """
-    for name in FIELDS:
-        declared = getattr(layer, name)
-        for spec in declared if isinstance(declared, tuple) else (declared,):
-            yield from (part for part in parts_of(spec) if part.kind == "matrix" and not part.pieces)
+    return {module_of(spec): spec for layer in specs.layers for spec in spec_leaves(layer) if is_changeable(spec)}
+
+
+def target_modules(specs: Any, targets: Sequence[str]) -> dict[str, ArraySpec]:
+    """Returns the declared matrices of the modules that an adapter shall change.
+
+    Args:
+        specs: declaration of a decoder.
+        targets: see `LoraSettings.targets`.
+
+    Raises:
+        ValueError: no module of a layer has one of the names, or only routers and experts, which adapters do not change.
+    """
+    modules = changeable_modules(specs)
+    if not targets:
+        return modules
+
+    def ends(module: str, target: str) -> bool:
+        return module == target or module.endswith(f".{target}")
+
+    if unknown := [target for target in targets if not any(ends(module, target) for module in modules)]:
+        known = ", ".join(sorted({module.rpartition(".")[2] for module in modules}))
+        fixed = {module_of(spec) for layer in specs.layers for spec in spec_leaves(layer) if spec.kind in ("experts", "router")}
+        reason = " (adapters do not change routers and experts)" if any(ends(m, t) for m in fixed for t in unknown) else ""
+        raise ValueError(f"expected target modules among {known}, found {', '.join(unknown)}{reason}")
+    return {module: spec for module, spec in modules.items() if any(ends(module, target) for target in targets)}
+
+
+def is_changeable(spec: ArraySpec) -> bool:
+    """True for a linear layer that every row passes; the small matrices that control a recurrent state are kept exact."""
+    return spec.kind == "matrix" or "delta_heads" in spec.axes[1:]
 
 
 def module_of(spec: ArraySpec) -> str:

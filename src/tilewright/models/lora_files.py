@@ -5,16 +5,31 @@ An adapter adds `x @ A.T @ B.T * scale` to a matmul, where the scale is `lora_al
 answers.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
-from tilewright.models.checkpoint import read_json
+from tilewright.models import decoder
+from tilewright.models.checkpoint import (
+    chosen_dtype,
+    load_decoder,
+    read_config,
+    read_json,
+    replace_file,
+    save_params,
+    stored_dtype,
+    write_tensors,
+)
 from tilewright.models.config import text_tensor
-from tilewright.models.lora import Adapter, Adapters, LowRankPair
+from tilewright.models.lora import Adapter, Adapters, LoraSettings, LowRankPair, adapter_scale
+from tilewright.models.params import AUTO, DTYPES, to_host
 from tilewright.models.stored import FLOATS, first_names, open_file
 
 CONFIG = "adapter_config.json"
@@ -101,7 +116,7 @@ def rank_and_scale(fields: Mapping[str, Any], where: Path) -> tuple[int, float]:
         raise ValueError(f"{where}: expected r of at least 1, found {rank!r}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not np.isfinite(alpha):
         raise ValueError(f"{where}: expected a number as lora_alpha, found {alpha!r}")
-    return rank, alpha / (rank**0.5 if fields.get("use_rslora") else rank)
+    return rank, adapter_scale(rank, alpha, bool(fields.get("use_rslora")))
 
 
 def read_pairs(path: Path, rank: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -133,3 +148,64 @@ def read_pairs(path: Path, rank: int) -> dict[str, tuple[np.ndarray, np.ndarray]
     if not found:
         raise ValueError(f"{path}: expected at least one module, found none")
     return {module: (each["A"], each["B"]) for module, each in found.items()}
+
+
+def write_adapter(folder: Path, base: str, model: Path, settings: LoraSettings, pairs: Mapping[str, LowRankPair]) -> None:
+    """Writes a float32 adapter in PEFT's format. All processes must call this function; process 0 writes, and
+    the others wait.
+
+    Args:
+        folder: folder of the two files; created.
+        base: name of the base model.
+        model: folder of the base model. PEFT finds the text half of a multimodal model below `model.language_model`.
+        settings: settings of the adapter.
+        pairs: A and B of each module, without the adapter's scale.
+    """
+
+    multimodal = "text_config" in read_config(model)
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for module, pair in pairs.items():
+            name = re.sub(r"^model\.", "model.language_model.", module) if multimodal else module
+            for which, value in zip("AB", pair, strict=True):
+                yield f"base_model.model.{name}.lora_{which}.weight", np.asarray(to_host(value), np.float32, order="C")
+
+    write_tensors(folder / WEIGHTS, tensors(), {"format": "pt"})
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.rank,
+        "lora_alpha": int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
+        "use_rslora": settings.rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        # Paths within a layer: the last part alone may also name experts.
+        "target_modules": sorted({re.sub(r".*\.layers\.\d+\.", "", module) for module in pairs}),
+        "inference_mode": True,
+    }
+    if jax.process_index() == 0:
+        text = json.dumps(fields, indent=2) + "\n"
+        replace_file(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+    multihost_utils.sync_global_devices(f"saved {folder}")
+
+
+def merge_adapter(model: Path, adapter: Path, out: Path) -> None:
+    """Writes a model with an adapter in its weights: `config.json` and safetensors, without the tokenizer.
+
+    Sums are float32. A checkpoint of 16-bit numbers becomes bfloat16, any other float32. All processes must call this function,
+    and each writes a part.
+
+    Args:
+        model: folder of the base model.
+        adapter: folder of the adapter, in PEFT's format.
+        out: folder of the merged model; created.
+
+    Raises:
+        ValueError: a folder cannot be read, or the adapter does not match the model.
+    """
+    adapters = Adapters((read_adapter("merged", adapter),))
+    config, params = load_decoder(model, jnp.float32)
+    specs = decoder.declare(config)
+    dtype = chosen_dtype(AUTO, stored_dtype(model), bfloat16=True)
+    save_params(out, decoder.config_to_hf(config), specs, adapters.merge(specs, params), DTYPES[dtype])

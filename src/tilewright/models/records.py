@@ -24,11 +24,16 @@ def read_records(path: Path) -> list[tuple[int, Record]]:
         ValueError: the file cannot be read, or a line (named in the message) is not UTF-8, not JSON or not an object.
     """
     try:
-        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        return parse_records(path, path.read_bytes(), path.suffix.lower())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def parse_records(path: Path, content: bytes, suffix: str) -> list[tuple[int, Record]]:
+    """Parses the content of a file with this suffix in lower case; see `read_records`."""
+    content = content.removeprefix(b"\xef\xbb\xbf")
     problem: Exception | None = None
-    if path.suffix.lower() == ".json":
+    if suffix == ".json":
         try:
             value = json.loads(content.decode("utf-8"))
         except (ValueError, RecursionError) as error:
@@ -49,20 +54,21 @@ def read_records(path: Path) -> list[tuple[int, Record]]:
 
 def line_records(path: Path, content: bytes) -> list[tuple[int, Record]]:
     """Parses the lines of a JSONL file, with line numbers; see `read_records`."""
-    records = []
-    for number, line in enumerate(content.split(b"\n"), 1):  # other line breaks do not end a record
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line)") from None
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: not JSON ({error})") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}:{number}: expected a JSON object, found {shortened(record)}")
-        records.append((number, record))
-    return records
+    lines = enumerate(content.split(b"\n"), 1)  # other line breaks do not end a record
+    return [(number, parse_record(line, f"{path}:{number}")) for number, line in lines if line.strip()]
+
+
+def parse_record(line: bytes, location: str) -> Record:
+    """Parses a line of a JSONL file. Raises a `ValueError`, beginning with `location`, if the line is no JSON object."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{location}: not UTF-8 (byte {error.start + 1} of the line)") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{location}: not JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{location}: expected a JSON object, found {shortened(record)}")
+    return record
 
 
 def read_jsonl(path: Path) -> list[Record]:

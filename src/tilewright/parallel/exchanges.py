@@ -100,7 +100,7 @@ class ArrayPlacement:
 
     Attributes:
         dim: dim that the data axis shards; None for an array that the data axis replicates.
-        over: other axes that replicate the array; its gradient is summed over them.
+        over: other axes that replicate the array, such as replicas of all weights; its gradient is summed over them.
     """
 
     dim: int | None

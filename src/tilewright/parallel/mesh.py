@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from tilewright.hardware.links import ring_of
@@ -46,7 +46,11 @@ def make_mesh(axes: Mapping[str, int | None], devices: Sequence[Any] | None = No
     ordered = in_rings(devices, shape)
     if ordered is not None:
         return Mesh(ordered, tuple(axes), axis_types=types)
-    return jax.make_mesh(shape, tuple(axes), axis_types=types, devices=list(devices))
+    try:
+        return jax.make_mesh(shape, tuple(axes), axis_types=types, devices=list(devices))
+    except NotImplementedError:  # no axes are products of whole sides; JAX splits sides by itself on v5e only
+        split = mesh_utils.create_device_mesh(shape, list(devices), allow_split_physical_axes=True)
+        return Mesh(split, tuple(axes), axis_types=types)
 
 
 def in_rings(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray | None:
@@ -140,6 +144,18 @@ def min_over_processes(mesh: Mesh | None, count: int) -> int:
     if mesh is None or not mesh.is_multi_process:
         return count
     return int(multihost_utils.process_allgather(np.int32(count >> 20)).min()) << 20
+
+
+def gather_texts(text: str) -> list[str]:
+    """Returns the texts of all processes, in their order. All processes must call this function."""
+    if jax.process_count() == 1:
+        return [text]
+    content = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(content))).reshape(-1)
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(content)] = content
+    gathered = multihost_utils.process_allgather(padded)
+    return [row[:size].tobytes().decode() for row, size in zip(gathered, sizes, strict=True)]
 
 
 def initialise_processes(

@@ -5,9 +5,7 @@ from dataclasses import dataclass, fields
 from tilewright.compiled.aot import Compiled
 from tilewright.compiled.hlo import execution, read_module
 from tilewright.hardware.tpu import TpuChip
-
-KERNEL = "tpu_custom_call"
-"""Custom-call target of a Pallas kernel."""
+from tilewright.perfmodel.kernel_cost import KERNEL, kernel_cost
 
 
 @dataclass(frozen=True)
@@ -16,7 +14,7 @@ class CompilerEstimate:
 
     Attributes:
         cycles: the compiler's estimated cycles plus `kernel_cycles`.
-        kernel_cycles: roofline cycles of Pallas kernels, by the bytes and flops that they declare; the compiler has no
+        kernel_cycles: roofline cycles of Pallas kernels, by their bytes and flops (`kernel_cost.py`); the compiler has no
             estimate of kernels.
         memory_cycles: minimum cycles to move all bytes to and from device memory. Copies beside the compute count here and not
             in `cycles`; a program takes at least the larger of the two.
@@ -57,17 +55,17 @@ def estimate(chip: TpuChip, compiled: Compiled) -> CompilerEstimate:
 
 
 def kernel_cycles(chip: TpuChip, hlo: str) -> float:
-    """Sums the roofline cycles of all Pallas kernels in a program, from their declared costs.
+    """Sums the roofline cycles of all Pallas kernels in a program, from their costs (`kernel_cost.py`).
 
     Raises:
-        ValueError: a kernel declares no cost.
+        ValueError: the cost of a kernel is unknown.
     """
     total = 0.0
-    for step in execution(read_module(hlo), lambda op, _: op.number("bytes_accessed") or 0).steps:
+    module = read_module(hlo)
+    for step in execution(module, lambda op, _: op.number("bytes_accessed") or 0).steps:
         if step.op.custom_call_target == KERNEL:
-            moved = step.op.number("bytes_accessed")
-            flops = step.op.number("flops")
-            if moved is None or flops is None:
+            cost = kernel_cost(module, step.computation, step.op)
+            if cost is None:
                 raise ValueError(f"expected a Pallas kernel with a cost estimate, found {step.op.name} without one")
-            total += step.times * chip.roofline_cycles(moved, flops)
+            total += step.times * chip.roofline_cycles(*cost)
     return total

@@ -36,6 +36,7 @@ from tilewright.compiled.hlo import (
 )
 from tilewright.compiled.traffic import FREE_CALLS, fetches_for_next_run, op_bytes
 from tilewright.hardware.tpu import TpuChip
+from tilewright.perfmodel.kernel_cost import kernel_cost
 
 PERMUTE = "collective-permute"
 COPY = "copy"
@@ -308,16 +309,15 @@ class Reader:
         """Returns the cycles of an operation on the core, and True if the compiler estimates them."""
         key = f"{computation.name} {op.name}"
         if key not in self.cycles:
-            noted = op.number("estimated_cycles")
+            noted = op.estimated_cycles
             self.cycles[key] = (float(noted), True) if noted is not None else self.roofline(computation, op)
         return self.cycles[key]
 
     def roofline(self, computation: Computation, op: HloOp) -> tuple[float, bool]:
         """Returns the roofline cycles of an operation without an estimate, and True for scalar operations, which cost 0."""
-        moved = op.number("bytes_accessed")
-        flops = op.number("flops")
-        if op.opcode == "custom-call" and moved is not None and flops is not None:
-            return self.chip.roofline_cycles(moved, flops), False
+        cost = kernel_cost(self.module, computation, op) if op.opcode == "custom-call" else None
+        if cost is not None:
+            return self.chip.roofline_cycles(*cost), False
         read = [array for name in op.operands for array in computation.by_name[name].outputs]
         single = all(prod(array.dims) <= 1 for array in (*op.outputs, *read))
         return (0.0 if single else self.chip.roofline_cycles(sum(op_bytes(self.module, computation, op)), 0)), single
@@ -330,8 +330,8 @@ def leaves(value: Value) -> list[int]:
 
 def weight(module: Module, branch: Computation) -> int:
     """Returns the compiler's estimated cycles of a computation."""
-    run = execution(Module(branch, module.computations), lambda op, _: op.number("estimated_cycles") or 0)
-    return sum((step.op.number("estimated_cycles") or 0) * step.times for step in run.steps)
+    run = execution(Module(branch, module.computations), lambda op, _: op.estimated_cycles or 0)
+    return sum((step.op.estimated_cycles or 0) * step.times for step in run.steps)
 
 
 def calls(module: Module, op: HloOp) -> str:

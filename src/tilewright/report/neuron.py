@@ -125,7 +125,7 @@ def engines_table(title: str, record: Row) -> FigureTable:
 
 
 def write_inference_plan(path: str | Path, title: str, plan: Row) -> None:
-    """Writes the page of `tilewright plan`: three charts by cores for each input, and tables.
+    """Writes the page of `tilewright neuron plan`: three charts by cores for each input, and tables.
 
     Args:
         plan: JSON of the plan: `data`, `winner`, `ranges` and the environment.
@@ -202,7 +202,7 @@ def formatted_record(one: Row) -> dict[str, Any]:
 
 
 def write_training_plan(path: str | Path, title: str, plan: Row) -> None:
-    """Writes the page of `tilewright plan --training`: the ranking, the parts of steps, and the winner's environment."""
+    """Writes the page of `tilewright neuron plan --training`: the ranking, the parts of steps, and the winner's environment."""
     records = plan["data"]
     shown = [[one["name"], one["value"], one["does"]] for one in plan["winner_environment"]]
 

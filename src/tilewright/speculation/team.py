@@ -6,6 +6,7 @@ drafter runs again. A drafter that is off therefore costs next to nothing.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import jax
@@ -74,6 +75,10 @@ class Team:
     @property
     def choices(self) -> tuple[Choice, ...]:
         """All choices of a round, plain decoding first."""
+        return self._choices
+
+    @cached_property
+    def _choices(self) -> tuple[Choice, ...]:
         drafted = (Choice(member.name, width) for member in self.members for width in self.widths_of(member))
         branching = [member for member in self.members if member.branches]
         grown = (Choice(each.name, min(each.block_size, nodes), nodes) for each in branching for nodes in self.trees)

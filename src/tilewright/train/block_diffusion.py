@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, UInt32
+from jaxtyping import Float, Int, UInt32
 
 from tilewright.kernels.masks import AttentionMask, packed
 from tilewright.kernels.operations import Heads, Operations, Projection
+from tilewright.kernels.select import QUERIES
 from tilewright.models.config import MaskedBlocks
 from tilewright.models.decoder import DecoderConfig
 from tilewright.train.diffusion import Batch, response_weights
@@ -78,20 +79,25 @@ def block_predictions(blocks: MaskedBlocks, batch: Batch, key: Array) -> Predict
         denoised_labels = ahead(denoised_labels)
     decoded = ahead(weights) if blocks.causal else jnp.zeros_like(weights)
 
-    sees_clean = jnp.broadcast_to(place <= place[:, None], (rows, length, length))
-    if not blocks.causal:
-        sees_clean = block[:, None, :] <= block[:, :, None]
-    before = block[:, None, :] < block[:, :, None]
-    same = block[:, None, :] == block[:, :, None]
-    clean_rows = jnp.concatenate([sees_clean, jnp.zeros_like(same)], axis=2)
-    noisy_rows = jnp.concatenate([before, same], axis=2)
+    both = jnp.concatenate([block, block], axis=1)
+    position = jnp.concatenate([place, place])
+    is_noisy = jnp.arange(2 * length) >= length
+
+    def visible_to(query: Int[Array, ""]) -> UInt32[Array, "B W"]:
+        """Returns the bits of the positions that one position of the two copies sees."""
+        own = both[:, query][:, None]
+        earlier = jnp.broadcast_to(position <= position[query], both.shape) if blocks.causal else both <= own
+        sees_clean = jnp.where(is_noisy[query], both < own, earlier)
+        return packed(jnp.where(is_noisy, is_noisy[query] & (both == own), sees_clean))
+
+    visible = jax.lax.map(visible_to, jnp.arange(2 * length), batch_size=min(QUERIES, 2 * length))
     return Predicted(
         inputs=jnp.concatenate([batch.tokens, noisy], axis=1),
         labels=jnp.concatenate([ahead(batch.tokens), denoised_labels], axis=1),
         weights=jnp.concatenate([decoded, denoised], axis=1),
         counts=jnp.sum(weights, axis=1),
-        attn_metadata=packed(jnp.concatenate([clean_rows, noisy_rows], axis=1)),
-        positions=jnp.broadcast_to(jnp.concatenate([place, place]), (rows, 2 * length)),
+        attn_metadata=visible.swapaxes(0, 1),
+        positions=jnp.broadcast_to(position, (rows, 2 * length)),
     )
 
 

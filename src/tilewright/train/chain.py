@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from rich.console import Console
 
 from tilewright.kernels.operations import PLAIN_SCORES, Scores, softcapped
-from tilewright.kernels.select import MASKED
+from tilewright.kernels.select import MASKED, by_blocks
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenSource
@@ -108,7 +108,7 @@ def chain_attention(
     pairs: Sequence[tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]]],
     rules: Scores = PLAIN_SCORES,
 ) -> Float[Array, "B T N D"]:
-    """Computes the attention of one unrolled step, with a float32 softmax.
+    """Computes the attention of one unrolled step, with a float32 softmax, in blocks of queries.
 
     A query attends to the first step's entries up to its position, and to the later steps' entries at its position.
 
@@ -117,22 +117,27 @@ def chain_attention(
         pairs: keys and values of all steps so far; the last ones belong to the current step.
         rules: rules for attention scores.
     """
-    b, t, n, d = q.shape
     (k, v), chain = pairs[0], pairs[1:]
-    grouped = (q * rules.scale_of(d)).reshape(b, t, k.shape[1], -1, d)
-    scores = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    before = softcapped(scores("btkgd,bksd->bkgts", grouped, k), rules.softcap)
-    before = jnp.where(jnp.tril(jnp.ones((t, t), bool)), before, MASKED)
-    same_position = [softcapped(scores("btkgd,bktd->bkgt", grouped, later)[..., None], rules.softcap) for later, _ in chain]
-    columns = [before, *same_position]
-    if rules.sinks is not None:
-        sinks = rules.sinks.astype(jnp.float32).reshape(-1, n // k.shape[1], 1, 1)
-        columns.append(jnp.broadcast_to(sinks, (*before.shape[:-1], 1)))
-    weights = jax.nn.softmax(jnp.concatenate(columns, axis=-1), axis=-1).astype(q.dtype)
-    out = jnp.einsum("bkgts,bksd->btkgd", weights[..., :t], v)
-    for step, (_, later) in enumerate(chain):
-        out = out + jnp.einsum("bkgt,bktd->btkgd", weights[..., t + step], later)
-    return out.reshape(b, t, n, d)
+
+    def attend(q: Array, position: Array, *later: Array) -> Array:
+        """Computes some queries `[B, t, N, D]`, at `position` `[1, t]`; `later` are keys and values `[B, t, K, D]`."""
+        b, t, n, d = q.shape
+        grouped = (q * rules.scale_of(d)).reshape(b, t, k.shape[1], -1, d)
+        scores = partial(jnp.einsum, preferred_element_type=jnp.float32)
+        before = softcapped(scores("btkgd,bksd->bkgts", grouped, k), rules.softcap)
+        columns = [jnp.where(jnp.arange(k.shape[2]) <= position[0][:, None], before, MASKED)]
+        columns += [softcapped(scores("btkgd,btkd->bkgt", grouped, keys)[..., None], rules.softcap) for keys in later[::2]]
+        if rules.sinks is not None:
+            sinks = rules.sinks.astype(jnp.float32).reshape(-1, n // k.shape[1], 1, 1)
+            columns.append(jnp.broadcast_to(sinks, (*before.shape[:-1], 1)))
+        weights = jax.nn.softmax(jnp.concatenate(columns, axis=-1), axis=-1).astype(q.dtype)
+        size = k.shape[2]
+        out = jnp.einsum("bkgts,bksd->btkgd", weights[..., :size], v)
+        for step, values in enumerate(later[1::2]):
+            out = out + jnp.einsum("bkgt,btkd->btkgd", weights[..., size + step], values)
+        return out.reshape(b, t, n, d)
+
+    return by_blocks(attend, q, jnp.arange(q.shape[1])[None], *(part.swapaxes(1, 2) for pair in chain for part in pair))
 
 
 def step_counts(tokens: Int[Array, "B T"], in_loss: Bool[Array, "B T"], steps: int, end: int) -> list[Bool[Array, "B T"]]:

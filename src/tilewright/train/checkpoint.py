@@ -1,82 +1,192 @@
-"""Training checkpoints: state and metrics, from which a run resumes exactly.
+"""Training checkpoints by Orbax: state, metrics and position in the data, from which a run resumes exactly.
 
-A checkpoint is one safetensors file, or a folder if the state is sharded over devices (`sharded_checkpoint.py`).
+A checkpoint is a folder of a step's number, on a local disk, a disk that all machines share, or an object store. Each process
+writes its shards while training goes on, nothing is gathered, and a run can resume with another mesh or on one device. Orbax
+is imported where it is used: fingerprints are wanted without it.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
-from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
-from safetensors import SafetensorError, safe_open
 
-from tilewright.models.checkpoint import write_tensors
-from tilewright.models.params import from_parts, to_host
-from tilewright.models.stored import read_part
+from tilewright.models.params import to_host
 
-METRICS = "figures."
-WHOLE = "state.safetensors"
-SHARDED = "sharded"
-"""Names of the file and the folder. If a run has both, the later checkpoint counts."""
+STATE = "state"
+METADATA = "metadata"
+"""Names of the parts of a checkpoint: arrays, and metadata as JSON."""
 
-Saved = tuple[Any, int, dict[str, np.ndarray]]
-"""State, number of steps, and metrics."""
-
-
-def is_sharded(state: Any) -> bool:
-    """Returns True if an array of the state is sharded over devices."""
-    return any(isinstance(leaf, Array) and not leaf.is_fully_replicated for leaf in jax.tree.leaves(state))
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in the folder of a run."""
+STORE = "gs://"
+"""Object store that Orbax writes to. Of the URLs of S3, Orbax 0.12 loses a slash and then refuses the path as relative."""
+EARLIER = ("state.safetensors", "sharded")
+"""Names of checkpoints in the folder of a run that are no longer read."""
+LAST_READER = "the development version of 2026-11-30 (commit 87b0d253)"
 
 
-def write(folder: Path, state: Any, step: int, metrics: Mapping[str, np.ndarray], run_fingerprint: Mapping[str, Any]) -> None:
-    """Writes state and metrics after `step` steps, to a file or a folder. All processes must call this function."""
-    if is_sharded(state):
-        from tilewright.train import sharded_checkpoint  # the import takes a part of a second, which one device saves
+class Checkpoint(NamedTuple):
+    """A checkpoint as it was read.
 
-        return sharded_checkpoint.save(folder / SHARDED, state, step, metrics, run_fingerprint)
-    return save(folder / WHOLE, state, step, metrics, run_fingerprint)
+    Attributes:
+        state: tree of arrays.
+        step: number of steps before the checkpoint.
+        metrics: series of metrics by name.
+        position: position in the data, of all processes; None for data without one.
+    """
+
+    state: Any
+    step: int
+    metrics: dict[str, np.ndarray]
+    position: dict[str, Any] | None
 
 
-def saved_steps(folder: Path) -> dict[Path, int]:
-    """Lists the checkpoints of a run and their steps. Remains of an interrupted save are ignored.
+def checkpoint_folder(out: Path, elsewhere: str | None = None) -> str:
+    """Returns the folder of a run's checkpoints: `elsewhere`, a path or URL such as `gs://bucket/run`, or a folder in `out`.
 
     Raises:
-        ValueError: the file is not a checkpoint.
+        ValueError: Orbax cannot write to such a URL.
     """
-    file = folder / WHOLE
-    sharded = folder / SHARDED
-    found = {sharded / name: int(name) for name in [each.name for each in sharded.glob("*")] if name.isdecimal()}
-    return {**found, **({file: saved_step(file)} if file.exists() else {})}
+    if elsewhere is not None and "://" in elsewhere:
+        if not elsewhere.startswith(STORE):
+            raise ValueError(f"expected a folder, or a URL that begins with {STORE}, found {elsewhere}")
+        return elsewhere
+    return str(Path(elsewhere or out / CHECKPOINTS).absolute())
 
 
-def saved_step(path: Path) -> int:
-    """Reads the step of a file. Raises a `ValueError` if the file is not a checkpoint."""
+def saved_steps(out: Path, elsewhere: str | None = None) -> list[int]:
+    """Lists the steps of a run's checkpoints, in ascending order. Remains of an interrupted save are ignored.
+
+    Args:
+        out: folder of the run.
+        elsewhere: see `checkpoint_folder`.
+
+    Raises:
+        ValueError: the folder has a checkpoint of an earlier version, or checkpoints that cannot be read.
+    """
+    for name in EARLIER:
+        if (out / name).exists():
+            raise ValueError(
+                f"expected checkpoints of this version, found {out / name}, which {LAST_READER} was the last to read; "
+                "name another folder, or finish the run with that version"
+            )
+    folder = checkpoint_folder(out, elsewhere)
+    if elsewhere is None and not Path(folder).is_dir():
+        return []
+    import orbax.checkpoint as ocp
+    from etils import epath
+
     try:
-        with safe_open(path, "numpy") as file:
-            return int((file.metadata() or {})["step"])
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{path}: expected a readable checkpoint, found none: {error}") from error
+        return sorted(each.step for each in ocp.path.step.standard_name_format().find_all(epath.Path(folder)))
+    except Exception as error:  # of the file system or the object store, each with errors of its own
+        raise ValueError(f"{folder}: expected readable checkpoints, found none: {first_line(error)}") from error
 
 
-def read(folder: Path, like: Any, run_fingerprint: Mapping[str, Any]) -> Saved:
-    """Reads the latest checkpoint of a run that has at least one. All processes must call this function.
+class Checkpoints:
+    """Checkpoints of a run that is training. All processes must call each method.
 
-    Raises:
-        ValueError: see `load`.
+    Attributes:
+        folder: folder or URL of the checkpoints.
     """
-    found = saved_steps(folder)
-    place = max(found, key=lambda each: found[each])
-    if place.name == WHOLE:
-        return load(place, like, run_fingerprint)
-    from tilewright.train import sharded_checkpoint
 
-    return sharded_checkpoint.load(folder / SHARDED, found[place], like, run_fingerprint)
+    def __init__(self, folder: str, keep: int = 1):
+        """Opens or creates the folder, and removes what a killed process left.
+
+        Args:
+            folder: absolute path, or URL of an object store.
+            keep: number of checkpoints to keep, the last ones.
+        """
+        import orbax.checkpoint as ocp
+        from etils import epath
+
+        self.folder = folder
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=ocp.checkpoint_managers.LatestN(keep), cleanup_tmp_directories=True
+        )
+        handlers = {STATE: ocp.StandardCheckpointHandler(), METADATA: ocp.JsonCheckpointHandler()}
+        self.manager = ocp.CheckpointManager(epath.Path(folder), options=options, item_handlers=handlers)
+
+    def save(
+        self,
+        state: Any,
+        step: int,
+        metrics: Mapping[str, np.ndarray],
+        run_fingerprint: Mapping[str, Any],
+        position: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Starts to write a checkpoint after `step` steps, and returns when its arrays may be donated.
+
+        The previous save ends first. An earlier checkpoint is removed when this one is complete.
+
+        Args:
+            state: tree of arrays.
+            step: number of steps so far.
+            metrics: series of metrics by name.
+            run_fingerprint: plain data that the run that resumes must match.
+            position: position in the data of all processes, as JSON-able data that is the same in each.
+
+        Raises:
+            OSError, ValueError: the previous checkpoint could not be written.
+        """
+        from orbax.checkpoint import args
+
+        series = {name: {"dtype": str(values.dtype), "values": values.tolist()} for name, values in metrics.items()}
+        metadata = {"run": plain(run_fingerprint), "metrics": series, "position": position}
+        parts = {STATE: args.StandardSave(named_leaves(state)), METADATA: args.JsonSave(metadata)}
+        self.manager.save(step, args=args.Composite(**parts), force=True)
+
+    def load(self, step: int, like: Any, run_fingerprint: Mapping[str, Any]) -> Checkpoint:
+        """Reads the checkpoint of `step`.
+
+        Args:
+            step: one of `saved_steps`.
+            like: state with the structure, shapes, shardings and dtypes to return.
+            run_fingerprint: fingerprint of the run that resumes.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or belongs to a run with other options, which the message lists.
+        """
+        from orbax.checkpoint import args
+
+        place = f"{self.folder}/{step}"
+        metadata = self.read(step, METADATA, args.JsonRestore())
+        require_same_run(place, metadata["run"], plain(run_fingerprint))
+        template = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            for name, leaf in named_leaves(like).items()
+        }
+        state = self.read(step, STATE, args.StandardRestore(template))
+        metrics = {name: np.asarray(each["values"], each["dtype"]) for name, each in metadata["metrics"].items()}
+        leaves = [state[name] for name in template]
+        return Checkpoint(jax.tree.unflatten(jax.tree.structure(like), leaves), step, metrics, metadata["position"])
+
+    def read(self, step: int, part: str, arguments: Any) -> Any:
+        """Reads a part of a checkpoint. Raises a `ValueError` for any of Orbax's many errors."""
+        from orbax.checkpoint import args
+
+        try:
+            return self.manager.restore(step, args=args.Composite(**{part: arguments}))[part]
+        except Exception as error:
+            place = f"{self.folder}/{step}"
+            raise ValueError(f"{place}: expected a readable checkpoint, found none: {first_line(error)}") from error
+
+    def close(self) -> None:
+        """Waits until the last checkpoint is written. Raises its error if it could not be written."""
+        self.manager.close()
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, or the error's name."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def plain(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns data as JSON gives it back: with lists for tuples and text for keys."""
+    return json.loads(json.dumps(data))
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -94,45 +204,7 @@ def fingerprint(tree: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def save(path: Path, state: Any, step: int, metrics: Mapping[str, np.ndarray], run_fingerprint: Mapping[str, Any]) -> None:
-    """Writes state and metrics after `step` steps to a file, atomically.
-
-    All processes must call this function; the first one writes.
-    """
-    arrays = ((name, to_host(leaf)) for name, leaf in named_leaves(state).items())
-    named = ((METRICS + name, np.ascontiguousarray(values)) for name, values in metrics.items())
-    write_tensors(path, chain(arrays, named), {"step": str(step), "identity": json.dumps(run_fingerprint, sort_keys=True)})
-    if jax.process_index() == 0:
-        for remains in path.parent.glob(".*tmp*"):  # of a killed process; the names are ours or safetensors'
-            remains.unlink()
-
-
-def load(path: Path, like: Any, run_fingerprint: Mapping[str, Any]) -> Saved:
-    """Reads the checkpoint of a run from a file.
-
-    Args:
-        path: the file.
-        like: state with the structure, shardings and dtypes to return.
-        run_fingerprint: fingerprint of the run that resumes.
-
-    Raises:
-        ValueError: the file is not a checkpoint, or belongs to a run with other options, which the message lists.
-    """
-    try:
-        with safe_open(path, "numpy") as file:
-            metadata = file.metadata() or {}
-            require_same_run(path, json.loads(metadata.get("identity", "{}")), json.loads(json.dumps(run_fingerprint)))
-            leaves = [
-                from_parts(leaf.shape, leaf.sharding, leaf.dtype, partial(read_part, file, name))
-                for name, leaf in named_leaves(like).items()
-            ]
-            metrics = {name.removeprefix(METRICS): file.get_tensor(name) for name in file.keys() if name.startswith(METRICS)}  # noqa: SIM118
-    except (SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: expected a readable checkpoint, found none: {error}") from error
-    return jax.tree.unflatten(jax.tree.structure(like), leaves), int(metadata["step"]), metrics
-
-
-def require_same_run(path: Path, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def require_same_run(place: str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raises a `ValueError` that lists the differences between the run of a checkpoint and the run that resumes.
 
     More steps than the checkpoint's extend its run.
@@ -142,7 +214,7 @@ def require_same_run(path: Path, saved: Mapping[str, Any], expected: Mapping[str
         del differs["steps"]
     if differs:
         differences = "; ".join(f"{name}: checkpoint {was!r}, now {now!r}" for name, (was, now) in differs.items())
-        raise ValueError(f"{path} belongs to another run ({differences}); name another --out, or pass the same options")
+        raise ValueError(f"{place} belongs to another run ({differences}); name another --out, or pass the same options")
 
 
 def differing(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -17,8 +17,10 @@ from jaxtyping import Int
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tilewright.models.chat import ChatTemplate
-from tilewright.models.records import RECORD_SUFFIXES, Record, read_jsonl, read_text, shortened
+from tilewright.models.records import RECORD_SUFFIXES, Record, shortened
 from tilewright.models.tokenizer import encode
+from tilewright.train.log import METRICS
+from tilewright.train.sources import DATASET_SUFFIXES, Block, DataFile, Keep, file_blocks, open_file, read_block
 
 END_OF_TEXT = "<|endoftext|>"
 MASK = "<|mask|>"
@@ -98,12 +100,14 @@ class Document:
         prompt: text before `text`, not in the loss.
         chat: the document as a conversation, which replaces text and prompt if the model has a chat template.
         location: place in a file, for error messages.
+        continues: the text goes on in another document, so that no token ends it.
     """
 
     text: str
     prompt: str = ""
     chat: Chat | None = None
     location: str = field(default="", compare=False)
+    continues: bool = False
 
     @property
     def parts(self) -> list[tuple[str, bool]]:
@@ -118,6 +122,12 @@ class Document:
     @property
     def full_text(self) -> str:
         return "".join(text for text, _ in self.parts)
+
+    @property
+    def size(self) -> int:
+        """Number of characters, without those of tools."""
+        said = 0 if self.chat is None else sum(len(message["content"] or "") for message in self.chat.messages)
+        return len(self.prompt) + len(self.text) + said
 
     @property
     def keys(self) -> tuple[Hashable, Hashable]:
@@ -259,44 +269,75 @@ def read_documents(paths: Sequence[Path], left_out: Counter[str] | None = None) 
         ValueError: a path does not exist or has no text, or a record is malformed.
     """
     left_out = Counter() if left_out is None else left_out
-    documents = [document for path in paths for document in read_path(path, left_out)]
+    blocks = [block for file in find_files(paths, left_out) for block in file_blocks(file, None)]
+    documents = [document for block in blocks for document in read_block_documents(block, left_out) if document is not None]
     if paths and not documents:
         raise ValueError(f"expected text to train on in {', '.join(map(str, paths))}, found none")
     return documents
 
 
-def read_path(path: Path, left_out: Counter[str]) -> list[Document]:
-    """Reads the documents of a file or a folder; see `read_documents`."""
-    if not path.exists():
-        raise ValueError(f"{path}: no such file or folder")
-    if path.is_dir():
+def find_files(paths: Sequence[Path], left_out: Counter[str]) -> list[DataFile]:
+    """Finds the data files of files and folders, sorted within a folder.
+
+    A file that is named itself is text unless its suffix says otherwise. In a folder with files of data sets, `README.md` is
+    their description and left out. So are the logs of runs that write into the folder.
+
+    Args:
+        paths: files and folders.
+        left_out: counts files that are left out, by reason.
+
+    Raises:
+        ValueError: a path does not exist, or a folder has no data.
+    """
+    found: list[DataFile] = []
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path}: no such file or folder")
+        if not path.is_dir():
+            found.append(DataFile(path, path.name))
+            continue
+        suffixes = (*TEXT_SUFFIXES, *RECORD_SUFFIXES, *DATASET_SUFFIXES)
         files = sorted(each for each in path.rglob("*") if each.is_file())
-        inside = [each for each in files if each.suffix.lower() in (*TEXT_SUFFIXES, *RECORD_SUFFIXES)]
+        inside = [DataFile(each, each.relative_to(path).as_posix()) for each in files]
+        inside = [file for file in inside if file.suffix in suffixes and file.path.parts[-2:] != ("training", METRICS)]
+        if any(file.suffix in DATASET_SUFFIXES for file in inside):
+            inside = [file for file in inside if file.path.name != "README.md"]
         if not inside:
-            suffixes = ", ".join(sorted({each.suffix or "no suffix" for each in files})) or "no file"
-            expected = ", ".join((*TEXT_SUFFIXES, *RECORD_SUFFIXES))
-            raise ValueError(f"{path}: expected files ending in {expected}, found {suffixes}")
+            others = ", ".join(sorted({each.suffix or "no suffix" for each in files})) or "no file"
+            raise ValueError(f"{path}: expected files ending in {', '.join(suffixes)}, found {others}")
         left_out["other files"] += len(files) - len(inside)
-        return [document for each in inside if holds_text(each, left_out) for document in read_path(each, left_out)]
-    if path.suffix.lower() in RECORD_SUFFIXES:
-        found = [record_document(record, f"{path}, record {n}") for n, record in enumerate(read_jsonl(path), 1)]
-        left_out["records without a response"] += found.count(None)
-        return [document for document in found if document is not None]
-    document = Document(read_text(path), location=str(path))
-    left_out["empty files"] += not document.text.strip()
-    return [document] if document.text.strip() else []
+        found += [file for file in inside if holds_text(file, left_out)]
+    return found
 
 
-def holds_text(path: Path, left_out: Counter[str]) -> bool:
+def read_block_documents(block: Block, left_out: Counter[str], keep: Keep = lambda n: True) -> Iterator[Document | None]:
+    """Yields the documents of the items of a block that are kept (see `read_block`); None for an item without text to learn."""
+    for location, item in read_block(block, keep):
+        if isinstance(item, str):
+            document = Document(item, location=location, continues=not block.last) if item.strip() else None
+            left_out["empty files"] += document is None
+        else:
+            document = record_document(item, location)
+            left_out["records without a response"] += document is None
+        yield document
+
+
+def holds_text(file: DataFile, left_out: Counter[str]) -> bool:
     """Returns False for a `.json` file whose first object has no field of `LAYOUTS`, such as a settings file."""
-    if path.suffix.lower() != ".json":
+    if file.suffix != ".json":
         return True
-    value = json.loads(content) if (content := path.read_bytes().strip()).startswith(b"[") else None
+    value = None
+    if not file.has_lines:
+        with open_file(file) as opened:
+            content = opened.read().strip()
+        value = json.loads(content) if content.startswith(b"[") else None
     if value is not None and not any(isinstance(each, dict) for each in value):
         holds = False
     else:
         fields = {"messages", "conversations", "instruction", "prompt", "question", "text"}
-        holds = not fields.isdisjoint(next(iter(read_jsonl(path)), {}))
+        (block,) = file_blocks(file, None)
+        _, first = next(read_block(block, lambda n: True), ("", {}))
+        holds = not fields.isdisjoint(first)
     left_out["JSON files without records"] += not holds
     return holds
 
@@ -438,7 +479,7 @@ Encoded = tuple[list[int], list[bool]]
 
 
 def encode_plain(tokenizer: Tokenizer, documents: Sequence[Document], end: int) -> list[Encoded]:
-    """Tokenises documents without a chat template; the token `end` ends each document and is in the loss.
+    """Tokenises documents without a chat template; the token `end` ends each document and is in the loss, unless it continues.
 
     Each part is tokenised separately, as when a response is generated. The first part has the special tokens that the tokenizer
     adds. Names of special tokens in the text are plain text.
@@ -448,14 +489,14 @@ def encode_plain(tokenizer: Tokenizer, documents: Sequence[Document], end: int) 
         firsts = tokenizer.encode_batch([texts[0][0] for texts in parts])
         rests = iter(tokenizer.encode_batch([text for texts in parts for text, _ in texts[1:]], add_special_tokens=False))
     sequences: list[Encoded] = []
-    for texts, first in zip(parts, firsts, strict=True):
+    for document, texts, first in zip(documents, parts, firsts, strict=True):
         ids = list(first.ids)
         flags = [texts[0][1]] * len(first.ids)
         for _, in_loss in texts[1:]:
             more = next(rests).ids
             ids += more
             flags += [in_loss] * len(more)
-        sequences.append(([*ids, end], [*flags, True]))
+        sequences.append((ids, flags) if document.continues else ([*ids, end], [*flags, True]))
     return sequences
 
 

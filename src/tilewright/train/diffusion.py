@@ -5,7 +5,7 @@ Sources: LLaDA (arXiv 2502.09992) §2.2-2.3; evenly spread t over a batch: Kingm
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice, pairwise
 from pathlib import Path
@@ -20,6 +20,8 @@ from jaxtyping import Float, Int
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from tilewright.kernels.masks import AttentionMask
+from tilewright.kernels.operations import Heads, Operations, Projection
 from tilewright.models import decoder, diffusion
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.decoder import DecoderParams
@@ -31,7 +33,7 @@ from tilewright.train.lm import train_predictor
 from tilewright.train.loop import TrainResult
 from tilewright.train.predictions import Predicted, Predictor
 from tilewright.train.step import ONE_DEVICE, TrainingPlacement
-from tilewright.train.text import TextOptions
+from tilewright.train.text import Batches, TextOptions
 
 LEAST_MASKED = 1e-3
 """Smallest expected share of masked tokens in a sequence; a masked token is weighted by the inverse of the share."""
@@ -65,9 +67,20 @@ def masked_denoiser(config: DiffusionConfig) -> Predictor:
     return Predictor(
         config=config,
         predict=partial(masked_tokens, config.mask_token_id),
-        attend=cast(decoder.Attend, diffusion.bidirectional_attend),
+        attend=cast(decoder.Attend, valid_attend),
         predicting=partial(diffusion.predicting, config) if config.shifted else None,
     )
+
+
+def valid_attend(
+    ops: Operations, projection: Projection, heads: Heads, valid: Int[Array, " B"], kv_cache: Any
+) -> tuple[Float[Array, "B T _"], None]:
+    """Computes attention of a row's first `valid` positions over each other, with a gradient. Padding sees padding."""
+    q, k, v = ops.heads(projection, heads)
+    is_padding = jnp.arange(q.shape[1]) >= valid[:, None]
+    mask = AttentionMask(jnp.zeros_like(valid)[:, None], "full", segment_ids=is_padding.astype(jnp.int32))
+    out = ops.attend(q, None, mask, (k, v))
+    return out.reshape(*out.shape[:2], -1), None
 
 
 def response_weights(batch: Batch) -> Float[Array, "B L"]:
@@ -225,6 +238,44 @@ class Pairs:
         return self.tokens[begin:end], int(first - begin)
 
 
+def encode_problem(tokenizer: Tokenizer, problem: Problem) -> tuple[np.ndarray, int]:
+    """Tokenises a problem; returns the tokens, and the length of the prompt."""
+    prompt = tokenizer.encode(problem.prompt).ids
+    response = tokenizer.encode(problem.response, add_special_tokens=False).ids
+    return np.asarray([*prompt, *response], np.int32), len(prompt)
+
+
+def check_arithmetic(tokenizer: Tokenizer, arithmetic: float, options: TextOptions) -> None:
+    """Raises a `ValueError` for a share of problems outside 0 to 1, or for sequences that are too short for problems."""
+    if not 0 <= arithmetic <= 1:
+        raise ValueError(f"expected a share of arithmetic from 0 to 1, found {arithmetic}")
+    longest = len(encode_problem(tokenizer, LONGEST)[0])
+    if arithmetic and longest >= options.sequence_length:
+        raise ValueError(f"expected sequences longer than a problem's {longest} tokens, found {options.sequence_length}")
+
+
+def arithmetic_fingerprint(tokenizer: Tokenizer, arithmetic: float) -> dict[str, Any]:
+    """Returns the fingerprint of the share of problems."""
+    settings: dict[str, Any] = {"arithmetic": arithmetic}
+    if arithmetic and tokenizer.num_special_tokens_to_add(False):  # earlier versions added special tokens to responses
+        settings["problem"] = fingerprint((encode_problem(tokenizer, LONGEST)[0],))
+    return settings
+
+
+def draw_bounds(rng: np.random.Generator, ids: np.ndarray, begin: int, length: int) -> tuple[int, int, int]:
+    """Draws the bounds of a `Batch`'s row: half of the rows are shorter than the window, so that the model learns every length.
+
+    Args:
+        rng: random generator.
+        ids: tokens of the prompt and the response.
+        begin: length of the prompt.
+        length: tokens per window.
+    """
+    whole_row = rng.random() < 0.5 or len(ids) == length  # a truncated response has no end token
+    size = length if whole_row else int(rng.integers(len(ids) + 1, length + 1))
+    return begin, min(len(ids) + 1, length), size
+
+
 @dataclass(frozen=True)
 class Examples:
     """Batches of arithmetic problems and texts; see `text.Batches`.
@@ -248,26 +299,14 @@ class Examples:
     rows: Int[np.ndarray, " R"] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.arithmetic <= 1:
-            raise ValueError(f"expected a share of arithmetic from 0 to 1, found {self.arithmetic}")
-        longest = len(self.encode(LONGEST)[0])
-        if self.arithmetic and longest >= self.options.sequence_length:
-            raise ValueError(
-                f"expected sequences longer than a problem's {longest} tokens, found {self.options.sequence_length}"
-            )
+        check_arithmetic(self.tokenizer, self.arithmetic, self.options)
         for label, pairs in (("training", self.texts), ("held-out", self.held_out)):
             if self.arithmetic < 1 and not len(pairs.starts):
                 length = self.options.sequence_length
                 raise ValueError(f"expected a prompt and response within {length} tokens in the {label} text, found none")
 
-    def encode(self, problem: Problem) -> tuple[np.ndarray, int]:
-        """Tokenises a problem; returns the tokens, and the length of the prompt."""
-        prompt = self.tokenizer.encode(problem.prompt).ids
-        response = self.tokenizer.encode(problem.response, add_special_tokens=False).ids
-        return np.asarray([*prompt, *response], np.int32), len(prompt)
-
     def batch(self, rng: np.random.Generator, held_out: bool) -> Batch:
-        """Draws a batch. Half of the rows are shorter than the window, so that the model learns every length."""
+        """Draws a batch."""
         rows = self.options.batch_size
         length = self.options.sequence_length
         tokens = np.full((rows, length), self.end, np.int32)
@@ -276,11 +315,9 @@ class Examples:
         texts = self.held_out if held_out else self.texts
         for row in range(rows):
             solved = rng.random() < self.arithmetic
-            ids, begin = self.encode(next(drawn)) if solved else texts[int(rng.integers(len(texts.starts)))]
-            tokens[row, : len(ids)] = ids
-            whole_row = rng.random() < 0.5 or len(ids) == length  # a truncated response has no end token
-            size = length if whole_row else int(rng.integers(len(ids) + 1, length + 1))
-            bounds[:, row] = begin, min(len(ids) + 1, length), size
+            pair = encode_problem(self.tokenizer, next(drawn)) if solved else texts[int(rng.integers(len(texts.starts)))]
+            tokens[row, : len(pair[0])] = pair[0]
+            bounds[:, row] = draw_bounds(rng, *pair, length)
         batch = Batch(tokens, *bounds)
         return batch if self.rows is None else Batch(*(array[self.rows] for array in batch))
 
@@ -301,21 +338,17 @@ class Examples:
     def run_fingerprint(self) -> dict[str, Any]:
         """Returns the fingerprint of the run, which a checkpoint must match."""
         text = fingerprint((self.texts.tokens, self.texts.starts))
-        settings = {**self.options.run_fingerprint(), "arithmetic": self.arithmetic, "text": text}
-        if self.arithmetic and self.tokenizer.num_special_tokens_to_add(False):
-            settings["problem"] = fingerprint((self.encode(LONGEST)[0],))  # earlier versions added special tokens to responses
-        return settings
+        return {**self.options.run_fingerprint(), **arithmetic_fingerprint(self.tokenizer, self.arithmetic), "text": text}
 
 
 def train_diffusion(
     model: Predictor,
-    examples: Examples,
+    examples: Batches,
     out: Path,
     console: Console,
     start: DecoderParams | None = None,
     run_fingerprint: Mapping[str, Any] = MappingProxyType({}),
     placement: TrainingPlacement = ONE_DEVICE,
 ) -> TrainResult:
-    """Trains a diffusion language model on examples; see `lm.train_predictor` for the arguments."""
-    local = replace(examples, rows=placement.local_rows(examples.options.batch_size))
-    return train_predictor("diffusion model", model, local, out, console, start, run_fingerprint, placement)
+    """Trains a diffusion language model on examples of this process; see `lm.train_predictor` for the arguments."""
+    return train_predictor("diffusion model", model, examples, out, console, start, run_fingerprint, placement)

@@ -8,8 +8,10 @@ from tilewright.models.decoder import DecoderConfig
 from tilewright.models.params import count
 
 
-def token_flops(config: DecoderConfig, length: int) -> float:
+def token_flops(config: DecoderConfig, length: int, frozen: bool = False) -> float:
     """Returns the forward and backward operations per token in a sequence of `length`: 6 N + 12 A T + 18 M V D E.
+
+    Frozen parameters, which have no gradients, count 4 N.
 
     N is the number of parameters that multiply a token: not an embedding that is separate from the head, and only the active
     experts of a mixture. A is the number of entries of query heads in all layers with softmax attention, and T is the length.
@@ -30,7 +32,7 @@ def token_flops(config: DecoderConfig, length: int) -> float:
         linear = 18.0 * len(config.delta_layers) * sizes.value_heads * sizes.key_dim * sizes.value_dim
     kinds = (config.kind(n) for n in range(config.num_layers))
     columns = sum(config.num_heads * config.heads(kind).head_dim for kind in kinds if kind.delta is None)
-    return 6.0 * parameters + 12.0 * columns * length + linear
+    return (4.0 if frozen else 6.0) * parameters + 12.0 * columns * length + linear
 
 
 def peak_flop_per_s(devices: int) -> float | None:

@@ -5,7 +5,7 @@ dimension of runs. *Weights* are a pair of parameters and running statistics of 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import jax
@@ -14,13 +14,14 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Sharding
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
-from tilewright.graph.data import GraphData, NodeData, SparseRows
+from tilewright.graph.data import GraphData, Kind, NodeData, SparseRows, label_kind
 from tilewright.models import gnn
 from tilewright.models.gnn import Config
 from tilewright.train.checkpoint import fingerprint
-from tilewright.train.loop import Metrics, Step, Task, TrainOptions, TrainResult, descend
+from tilewright.train.log import LogOptions, Metrics
+from tilewright.train.loop import Step, Task, TrainOptions, TrainResult, descend
 
 PARTS = ("train", "val", "test")
 
@@ -41,6 +42,9 @@ class GNNOptions(TrainOptions):
         batch_size: nodes per step of sampled training, or graphs per step.
         iterations: steps per epoch of graph classification.
         save_every: epochs between checkpoints.
+        keep: number of checkpoints to keep, the last ones.
+        checkpoints: folder or URL of the checkpoints; None for a folder in that of the run.
+        log: settings of the log.
     """
 
     epochs: int = 200
@@ -51,10 +55,13 @@ class GNNOptions(TrainOptions):
     batch_size: int = 32
     iterations: int = 50
     save_every: int = 50
+    keep: int = 1
+    checkpoints: str | None = None
+    log: LogOptions = field(default_factory=LogOptions)
 
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = (*TrainOptions.ABOVE_ZERO, "epochs", "iterations")
     AT_LEAST_ZERO: ClassVar[tuple[str, ...]] = (*TrainOptions.AT_LEAST_ZERO, "halve_every")
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("save_every", "epochs")
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = (*TrainOptions.MAY_CHANGE, "epochs")
 
 
 def content_fingerprint(data: NodeData | GraphData) -> str:
@@ -146,6 +153,9 @@ def runs_task(
         seed=seeds,
         progress=("epochs", 1 / steps_per_epoch),
         score=score,
+        keep=options.keep,
+        checkpoints=options.checkpoints,
+        log=options.log,
     )
 
 
@@ -154,10 +164,10 @@ def descend_rows(
     opt_state: Any,
     optimizer: optax.GradientTransformation,
     scores: Callable[[Any, Any], tuple[Array, Any]],
-    labels: Int[Array, " N"],
+    labels: Shaped[Array, "N *T"],
     counts: Bool[Array, " N"],
 ) -> tuple[Weights, Any, Metrics, Array]:
-    """Takes one step of one run on the mean cross-entropy of the counted rows.
+    """Takes one step of one run on `mean_loss`.
 
     Args:
         weights: weights before the step.
@@ -180,17 +190,57 @@ def descend_rows(
     return (params, statistics), opt_state, metrics, values
 
 
-def mean_loss(scores: Float[Array, "N C"], labels: Int[Array, " N"], counts: Bool[Array, " N"]) -> Float[Array, ""]:
-    """Computes the mean cross-entropy of the counted rows; other rows may hold any values."""
-    chosen = jnp.where(counts, labels, 0)
-    losses = optax.softmax_cross_entropy_with_integer_labels(jnp.where(counts[:, None], scores, 0), chosen)
+def mean_loss(scores: Float[Array, "N C"], labels: Shaped[Array, "N *T"], counts: Bool[Array, " N"]) -> Float[Array, ""]:
+    """Computes the mean loss of the counted rows; other rows may hold any values.
+
+    The loss is the cross-entropy of classes, the mean binary cross-entropy of several labels, or the mean squared error of
+    numbers.
+    """
+    kind = label_kind(labels)
+    chosen = jnp.where(counts.reshape(-1, *[1] * (labels.ndim - 1)), labels, 0)
+    values = jnp.where(counts[:, None], scores, 0)
+    if kind == "class":
+        losses = optax.softmax_cross_entropy_with_integer_labels(values, chosen)
+    elif kind == "multilabel":
+        losses = optax.sigmoid_binary_cross_entropy(values, chosen.astype(jnp.float32)).mean(1)
+    else:
+        losses = ((values - chosen) ** 2).mean(1)
     return jnp.where(counts, losses, 0).sum() / jnp.maximum(counts.sum(), 1).astype(jnp.float32)
 
 
-def accuracy(scores: Float[Array, "N C"], labels: Int[Array, " N"], counts: Bool[Array, " N"]) -> Float[Array, ""]:
-    """Computes the share of the counted rows with the largest score at the label; NaN without counted rows."""
-    right = (scores.argmax(1).astype(labels.dtype) == labels) & counts
-    return right.sum().astype(jnp.float32) / counts.sum().astype(jnp.float32)
+def is_counted(labels: Shaped[Array, "N *T"]) -> Bool[Array, " N"]:
+    """Returns the mask of the rows with labels."""
+    kind = label_kind(labels)
+    present = labels >= 0 if kind != "regression" else ~jnp.isnan(labels)
+    return present if kind == "class" else present.all(1)
+
+
+def tally(scores: Float[Array, "N C"], labels: Shaped[Array, "N *T"], counts: Bool[Array, " N"]) -> Float[Array, "K ..."]:
+    """Computes sums over the counted rows from which `score_of_tally` computes the score of several batches."""
+    kind = label_kind(labels)
+    if kind == "class":
+        right = (scores.argmax(1).astype(labels.dtype) == labels) & counts
+        return jnp.stack([right.sum(), counts.sum()]).astype(jnp.float32)
+    if kind == "multilabel":
+        positive, chosen = (labels > 0) & counts[:, None], (scores > 0) & counts[:, None]
+        return jnp.stack([2 * (positive & chosen).sum(), positive.sum() + chosen.sum()]).astype(jnp.float32)
+    values = jnp.where(counts[:, None], labels, 0)
+    errors = jnp.where(counts[:, None], scores - values, 0)
+    number = jnp.full(values.shape[1], counts.sum()).astype(jnp.float32)
+    return jnp.stack([number, values.sum(0), (values**2).sum(0), (errors**2).sum(0)])
+
+
+def score_of_tally(kind: Kind, tally: Any) -> Any:
+    """Computes the accuracy, the micro-F1 of several labels, or the mean R² of numbers; NaN if it is undefined."""
+    if kind == "regression":
+        number, total, squares, errors = tally
+        return (1 - errors / (squares - total**2 / number)).mean()
+    return tally[0] / tally[1]
+
+
+def accuracy(scores: Float[Array, "N C"], labels: Shaped[Array, "N *T"], counts: Bool[Array, " N"]) -> Float[Array, ""]:
+    """Computes the score of the counted rows, see `score_of_tally`; NaN without counted rows."""
+    return score_of_tally(label_kind(labels), tally(scores, labels, counts))
 
 
 def validates(result: TrainResult) -> bool:

@@ -28,7 +28,8 @@ from tilewright.train.gnn import (
     runs_task,
     start_runs,
 )
-from tilewright.train.loop import Metrics, Task
+from tilewright.train.log import Metrics
+from tilewright.train.loop import Task
 
 
 @dataclass(frozen=True)

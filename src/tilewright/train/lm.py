@@ -31,13 +31,17 @@ def next_tokens(
 ) -> Predicted:
     """Returns next-token predictions of the tokens in the loss.
 
-    With the number of each token's segment, segments do not see each other, and their first tokens are not predicted.
+    With the number of each token's segment, segments do not see each other, their positions begin at 0, and their first tokens
+    are not predicted.
     """
     weights = in_loss[:, 1:].astype(jnp.float32)
     if segments is None:
         return Predicted(tokens[:, :-1], tokens[:, 1:], weights, jnp.sum(weights, axis=1))
-    weights = jnp.where(segments[:, 1:] == segments[:, :-1], weights, 0.0)
-    return Predicted(tokens[:, :-1], tokens[:, 1:], weights, jnp.sum(weights, axis=1), segments[:, :-1])
+    goes_on = segments[:, 1:] == segments[:, :-1]
+    weights = jnp.where(goes_on, weights, 0.0)
+    place = jnp.arange(tokens.shape[1] - 1)
+    begin = jax.lax.cummax(jnp.where(jnp.pad(goes_on[:, :-1], ((0, 0), (1, 0))), 0, place), axis=1)
+    return Predicted(tokens[:, :-1], tokens[:, 1:], weights, jnp.sum(weights, axis=1), segments[:, :-1], place - begin)
 
 
 def language_model(config: DecoderConfig) -> Predictor:
@@ -114,6 +118,12 @@ def train_predictor(
     return train(make_task(objective, init, windows, settings, placement), console, out)
 
 
+def check_segments(config: DecoderConfig, segments: bool) -> None:
+    """Raises a `ValueError` for segments of a model with linear attention, whose states continue over the ends of documents."""
+    if segments and config.delta is not None:
+        raise ValueError("expected a model without linear attention for --text segments=true, found one with it")
+
+
 def train_lm(
     config: DecoderConfig,
     stream: TokenStream,
@@ -128,11 +138,9 @@ def train_lm(
 ) -> TrainResult:
     """Trains a language model on the windows of a text; see `train_predictor` for the arguments.
 
-    With `segments`, documents of a window do not see each other; a `ValueError` for models with linear attention, whose states
-    continue over the ends of documents.
+    With `segments`, documents of a window do not see each other; see `check_segments`.
     """
-    if segments and config.delta is not None:
-        raise ValueError("expected a model without linear attention for --segments, found one with it")
+    check_segments(config, segments)
     length = options.sequence_length + 1
     windows = Windows(stream, held_out, length, options, placement.local_rows(options.batch_size), segments)
     model = language_model(config)

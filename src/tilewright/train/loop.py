@@ -5,12 +5,13 @@ metrics, so that the device always has a next step queued.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tilewright.compiled.ledger import Ledger
-from tilewright.train import checkpoint
+from tilewright.train.checkpoint import Checkpoints, checkpoint_folder, saved_steps
 from tilewright.train.finite import FINITE, NotFiniteTraining, Watch, finite
 from tilewright.train.flops import peak_flop_per_s
-
-Metrics = dict[str, Any]
-"""Arrays by name, each with the shape of the task's seed."""
+from tilewright.train.log import LINE_S, RECORDED, LogOptions, Metrics, TrainingLog, mean_metrics, stacked
 
 Step = Callable[[Any, Any, Any, Array], tuple[Any, Any, Metrics]]
 """Compiled `step(params, opt_state, batch, key) -> (params, opt_state, metrics)`; DONATES the first two arguments.
@@ -35,13 +34,22 @@ Step = Callable[[Any, Any, Any, Array], tuple[Any, Any, Metrics]]
 The metrics have a `finite.Finite` under `FINITE` and may have a weight under `WEIGHT`; neither is printed.
 """
 
-WEIGHT = "weight"
-"""Key of a step's weight in means over steps: the number of tokens in its loss."""
+
+@runtime_checkable
+class DataPosition(Protocol):
+    """Protocol of a data source whose position is part of the checkpoint."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position of all processes after the batches so far, as JSON-able data. All processes call this method."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Moves to a position that `state` returned, before the first batch."""
+        ...
+
 
 REFRESH_S = 0.2
 """Seconds between updates of the progress bar; each update waits for the device."""
-LINE_S = 60.0
-"""Seconds between progress lines without a terminal."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +61,13 @@ class TrainOptions:
     batch_size: int
     seed: int
     save_every: int
+    keep: int
+    checkpoints: str | None
+    log: LogOptions
 
-    ABOVE_ZERO: ClassVar[tuple[str, ...]] = ("learning_rate", "batch_size", "save_every")
+    ABOVE_ZERO: ClassVar[tuple[str, ...]] = ("learning_rate", "batch_size", "save_every", "keep")
     AT_LEAST_ZERO: ClassVar[tuple[str, ...]] = ("weight_decay", "seed")
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("save_every",)
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("save_every", "keep", "checkpoints", "log")
     """Options that may change when a run resumes."""
 
     def __post_init__(self) -> None:
@@ -94,6 +105,10 @@ class Task:
         devices: number of devices.
         score: name of a metric, higher is better; the result has the parameters of the best evaluation. By default the result
             has the last parameters.
+        position: source of the batches that has a position of its own; None for batches that depend on the step only.
+        keep: number of checkpoints to keep, the last ones. Each has the parameters of the best evaluation, too.
+        checkpoints: folder or URL of the checkpoints; None for a folder in that of the run.
+        log: settings of the log.
     """
 
     title: str
@@ -110,6 +125,10 @@ class Task:
     flops: float = 0.0
     devices: int = 1
     score: str | None = None
+    position: DataPosition | None = None
+    keep: int = 1
+    checkpoints: str | None = None
+    log: LogOptions = field(default_factory=LogOptions)
 
 
 @dataclass(frozen=True)
@@ -188,26 +207,6 @@ def keep_better(best: tuple[Array, Any], score: Float[Array, "..."], params: Any
     return jax.tree.map(choose, best, (score, params))
 
 
-def stacked(rows: Sequence[Metrics]) -> dict[str, np.ndarray]:
-    """Stacks the metrics of several rows by name."""
-    return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]} if rows else {}
-
-
-def mean_metrics(rows: Sequence[Metrics]) -> Metrics:
-    """Returns the mean of each metric, weighted if all rows have weights; NaN if all weights are 0.
-
-    A single row without weight is returned unchanged, still on the device, to avoid a transfer.
-    """
-    if not all(WEIGHT in row for row in rows):  # checkpoints of earlier versions have rows without weights
-        rows = [{name: value for name, value in row.items() if name != WEIGHT} for row in rows]
-        return rows[0] if len(rows) == 1 else {name: values.mean(0) for name, values in stacked(rows).items()}
-    means = stacked(rows)
-    weights = means.pop(WEIGHT, np.zeros(0))
-    if not weights.any():
-        return {name: np.full_like(values[0], np.nan) for name, values in means.items()}
-    return {name: np.average(values, axis=0, weights=weights).astype(values.dtype) for name, values in means.items()}
-
-
 def unstacked(metrics: Mapping[str, np.ndarray], prefix: str) -> list[Metrics]:
     """Splits the arrays whose names begin with `prefix` into rows; the inverse of `stacked`."""
     named = {name.removeprefix(prefix): values for name, values in metrics.items() if name.startswith(prefix)}
@@ -222,10 +221,11 @@ class TrainingRun:
         opt_state: current optimizer state; each step DONATES it.
         best: score and parameters of the best evaluation; None without `Task.score`.
         step: number of steps so far.
-        saved: step of the last checkpoint; None without checkpoint.
+        saved: step of the last checkpoint, which may still be written; None without checkpoint.
         watch: checks of losses and gradients.
         curve: metrics of each evaluation.
         recent: metrics of the steps since the last evaluation.
+        log: log of the steps and evaluations.
     """
 
     def __init__(self, task: Task, out: Path | None):
@@ -241,48 +241,95 @@ class TrainingRun:
         self.recent: list[Metrics] = []
         self.watch = Watch()
         self.saved: int | None = None
+        self.checkpoints: Checkpoints | None = None
+        self.log = TrainingLog(task.log, task.progress, task.flops, peak_flop_per_s(task.devices) if task.flops else None)
 
-    def resume(self) -> bool:
-        """Loads the checkpoint; returns False without one. Raises a `ValueError` for a checkpoint after the last step."""
-        if self.out is None or not checkpoint.saved_steps(self.out):
+    def open(self) -> bool:
+        """Opens the run's log and checkpoints, and loads the last checkpoint; returns False without one.
+
+        Raises:
+            ValueError: the checkpoint is damaged, belongs to another run, or is after the last step.
+        """
+        resumed = self.load()
+        self.log.open(self.out, self.step, self.task.title, self.task.run_fingerprint)
+        return resumed
+
+    def load(self) -> bool:
+        """Opens the run's checkpoints and loads the last one; see `open`."""
+        if self.out is None:
+            return False
+        steps = saved_steps(self.out, self.task.checkpoints)
+        self.checkpoints = Checkpoints(checkpoint_folder(self.out, self.task.checkpoints), self.task.keep)
+        if not steps:
             return False
         like = jax.tree.map(freed, (self.params, self.opt_state, self.best))
-        found = checkpoint.read(self.out, like, self.task.run_fingerprint)
-        (self.params, self.opt_state, self.best), self.step, metrics = found
+        found = self.checkpoints.load(steps[-1], like, self.task.run_fingerprint)
+        self.params, self.opt_state, self.best = found.state
+        self.step = self.saved = found.step
         if self.step > self.task.steps:
+            place = self.checkpoints.folder
+            raise ValueError(f"expected at least the {self.step} steps of the checkpoint in {place}, found {self.task.steps}")
+        self.curve = unstacked(found.metrics, "curve.")
+        self.recent = unstacked(found.metrics, "recent.")
+        if (self.task.position is None) != (found.position is None):
+            expected, given = ("without", "with") if found.position is None else ("with", "without")
             raise ValueError(
-                f"expected at least the {self.step} steps of the checkpoint in {self.out}, found {self.task.steps}"
+                f"{self.checkpoints.folder}: expected a run {expected} a position in the data, found one {given} it"
             )
-        self.curve = unstacked(metrics, "curve.")
-        self.recent = unstacked(metrics, "recent.")
-        self.saved = self.step
+        if self.task.position is not None and found.position is not None:
+            self.task.position.restore(found.position)
         return True
 
     def save(self) -> None:
-        """Writes a checkpoint if the run has a folder. Raises a `NotFiniteTraining` after a step that was not finite."""
+        """Starts to write a checkpoint if the run has a folder, and returns when the next step may begin.
+
+        Raises:
+            NotFiniteTraining: a step was not finite.
+            OSError, ValueError: the previous checkpoint could not be written.
+        """
+        self.log.end_steps(wait=True)
         self.watch.check_all()
-        if self.out is not None:
+        if self.checkpoints is not None:
+            self.log.flush()  # a run that resumes has no metrics of earlier steps
             series = {"curve.": stacked(self.curve), "recent.": stacked(self.recent)}
             metrics = {prefix + name: values for prefix, each in series.items() for name, values in each.items()}
-            checkpoint.write(self.out, (self.params, self.opt_state, self.best), self.step, metrics, self.task.run_fingerprint)
+            position = None if self.task.position is None else self.task.position.state()
+            state = (self.params, self.opt_state, self.best)
+            with self.log.apart():
+                self.checkpoints.save(state, self.step, metrics, self.task.run_fingerprint, position)
             self.saved = self.step
+
+    def close(self) -> None:
+        """Waits until the last checkpoint is written, and closes the log. Raises the error of a failed checkpoint."""
+        try:
+            if self.checkpoints is not None:
+                self.checkpoints.close()
+        finally:
+            self.log.close()
 
     def advance(self, batch: Any) -> None:
         """Takes one step. Raises a `NotFiniteTraining` if an earlier step was not finite."""
         key = step_keys(self.seed, np.int32(self.step))
         self.params, self.opt_state, metrics = self.task.step(self.params, self.opt_state, batch, key)
-        self.recent.append({name: value for name, value in metrics.items() if name != FINITE})
         self.step += 1
+        self.recent.append({name: value for name, value in metrics.items() if name not in (FINITE, *RECORDED)})
         self.watch.note(self.step, metrics[FINITE])
+        self.log.note(self.step, {name: value for name, value in metrics.items() if name != FINITE})
 
     def take(self, batch: Any) -> bool:
         """Takes one step, evaluates and saves if scheduled, and returns True after the last step."""
         task = self.task
         try:
+            self.log.begin(self.step + 1)
             self.advance(batch)
             last = self.step == task.steps
-            if self.step % task.evaluate_every == 0 or last:
+            if task.evaluate_every == 1:  # a part of the step, which nothing waits for
                 self.evaluate()
+            elif self.step % task.evaluate_every == 0 or last:
+                self.log.flush()
+                with self.log.apart():
+                    self.evaluate()
+                    jax.block_until_ready(self.curve[-1])
             if self.step % task.save_every == 0 or last:
                 self.save()
         except NotFiniteTraining as error:
@@ -292,7 +339,9 @@ class TrainingRun:
 
     def evaluate(self) -> None:
         """Adds a point to the curve, and keeps the parameters if they are the best so far."""
-        self.curve.append({"step": self.step, **mean_metrics(self.recent), **self.task.evaluate(self.params, self.step)})
+        found = self.task.evaluate(self.params, self.step)
+        self.curve.append({"step": self.step, **mean_metrics(self.recent), **found})
+        self.log.evaluated(self.step, found)
         self.recent = []
         if self.best is not None:
             self.best = keep_better(self.best, jnp.asarray(self.curve[-1][str(self.task.score)], jnp.float32), self.params)
@@ -362,29 +411,38 @@ def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
     Args:
         task: the task.
         console: console for progress.
-        out: folder for checkpoints; by default none are written.
+        out: folder for checkpoints and logs; by default none are written.
 
     Raises:
         ValueError: the checkpoint belongs to another run, or has more steps than the task.
         NotFiniteTraining: a loss or gradient was not finite. The last checkpoint stays.
     """
     run = TrainingRun(task, out)
-    if run.resume():
-        console.print(f"resuming {task.title} at step {run.step} of {task.steps}", markup=False)
-    pace = TrainingPace(task, run.step)
-    refreshed = time.perf_counter()
-    wait = REFRESH_S if console.is_terminal else LINE_S
-    with Ledger() as ledger, progress_bar(console) as bar:
+    with closing(run), Ledger() as ledger, progress_bar(console) as bar:
+        if run.open():
+            console.print(f"resuming {task.title} at step {run.step} of {task.steps}", markup=False)
+        pace = TrainingPace(task, run.step)
+        refreshed = time.perf_counter()
         row = bar.add_task(task.title, total=task.steps, completed=run.step, metrics="")
-        for batch in islice(task.batches(run.step), task.steps - run.step):
+
+        def print_line() -> None:
+            nonlocal refreshed
+            line = f"{task.title}: step {run.log.row_step} of {task.steps}  {run.log.line()}"
+            console.print(line, markup=False, soft_wrap=True)
+            refreshed = time.perf_counter()
+
+        if task.log.every is not None and not console.is_terminal:
+            run.log.on_row = lambda: None if run.log.row_step == task.steps else print_line()
+        for batch in run.log.batches(islice(task.batches(run.step), task.steps - run.step)):
             last = run.take(batch)
             pace.note(run.step)
-            if last or time.perf_counter() - refreshed > wait:
-                metrics = f"{run.shown()}  {pace.shown()}"
+            waited = time.perf_counter() - refreshed
+            if console.is_terminal and (last or waited > REFRESH_S):
+                bar.update(row, completed=run.step, metrics=f"{run.shown()}  {pace.shown()}")
                 refreshed = time.perf_counter()
-                bar.update(row, completed=run.step, metrics=metrics)
-                if not console.is_terminal:
-                    console.print(f"{task.title}: step {run.step} of {task.steps}  {metrics}", markup=False)
+            elif not console.is_terminal and (last or (task.log.every is None and waited > LINE_S)):
+                run.log.flush()
+                print_line()
         if not run.curve or run.curve[-1]["step"] != run.step:  # the checkpoint of the last step has no evaluation
             run.evaluate()
     params = run.params if run.best is None else run.best[1]

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
-from tilewright.graph.data import NodeData, SparseRows
+from tilewright.graph.data import NodeData, SparseRows, label_kind, no_labels
 from tilewright.graph.edges import find_negative_degree, from_edge_index, negative_degree, with_self_loops
 from tilewright.graph.features import SparseFeatures
+from tilewright.graph.loader import NeighborBatch, Neighborhoods, prefetched
 from tilewright.graph.partition import PartitionedTable
-from tilewright.graph.sample import NeighbourSampler, Sample
 from tilewright.graph.table import make_table
 from tilewright.models import gnn
 from tilewright.models.gnn import Config
@@ -29,12 +29,16 @@ from tilewright.train.gnn import (
     check_edge_features,
     descend_rows,
     gnn_run_fingerprint,
+    is_counted,
     make_optimizer,
     over_runs,
     runs_task,
+    score_of_tally,
     start_runs,
+    tally,
 )
-from tilewright.train.loop import Metrics, Task
+from tilewright.train.log import Metrics
+from tilewright.train.loop import Task
 
 MOST_NUMBERS = 2**30
 """Largest number of features in a sampled batch of all runs: 4 GB in float32."""
@@ -69,7 +73,7 @@ class WholeGraph:
     Attributes:
         table: neighbour table.
         x: features `[N, F]`.
-        labels: labels `[N]`; -1 for no label.
+        labels: labels `[N]` or `[N, T]`, see `data.NodeData`.
         parts: masks of training, validation and test nodes, bool `[3, N]`.
         rows: mask of the rows that are nodes; None if all rows are.
         edge_attr: features of the table's edges; None without.
@@ -113,13 +117,23 @@ def device_features(data: NodeData, order: Int[np.ndarray, " N"]) -> Any:
 
 
 def full_graph_task(
-    config: Config, data: NodeData, options: GNNOptions, runs: int = 1, layout: str = "auto", mesh: Mesh | None = None
+    config: Config,
+    data: NodeData,
+    options: GNNOptions,
+    runs: int = 1,
+    layout: str = "auto",
+    mesh: Mesh | None = None,
+    inductive: bool = False,
 ) -> Task:
-    """Builds the task of training on the whole graph; an epoch is one step."""
+    """Builds the task of training on the whole graph; an epoch is one step.
+
+    With `inductive`, messages pass between training nodes alone in training, and along all edges in evaluations.
+    """
     check_trainable(config, data)
     seeds = options.seed + np.arange(runs)
     optimizer = make_optimizer(config, options, 1)
     graph = whole_graph(config, data, layout, mesh)
+    trained = whole_graph(config, within_training(data), layout, mesh) if inductive else graph
     replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     def graph_scores(params: Any, statistics: Any, graph: WholeGraph, **options: Any) -> tuple[Array, Any]:
@@ -146,137 +160,127 @@ def full_graph_task(
 
     return runs_task(
         options,
-        gnn_run_fingerprint(data, config, options, **data_sizes(data), runs=runs),
+        gnn_run_fingerprint(data, config, options, **data_sizes(data), runs=runs, **learned(inductive)),
         starting=partial(start_runs, config, optimizer, seeds, replicated),
         seeds=seeds,
         step=step,
-        batches=lambda _: repeat(graph),
+        batches=lambda _: repeat(trained),
         evaluate=lambda weights, _: measure(weights, graph),
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class NodeBatch:
-    """Stacked samples of all runs, with features and labels.
-
-    Attributes:
-        sample: sampled neighbourhoods; `nodes` and `edges` are empty, since only the host reads them.
-        x: features of the input rows, `[runs, M, F]`.
-        labels: labels of the roots, `[runs, B]`; -1 in padding.
-        edge_attr: features of each layer's edges, `[runs, N * fan_out, D]`; None without.
-    """
-
-    sample: Sample
-    x: Any
-    labels: Any
-    edge_attr: Any = None
+def learned(inductive: bool) -> dict[str, bool]:
+    """Returns the part of a run's fingerprint that only inductive runs have."""
+    return {"inductive": True} if inductive else {}
 
 
-def count_right(scores: Float[Array, "B C"], labels: Int[Array, " B"]) -> Int[Array, ""]:
-    """Counts the rows with the largest score at the label."""
-    return (scores.argmax(1).astype(labels.dtype) == labels).sum()
+def within_training(data: NodeData) -> NodeData:
+    """Returns the graph with the edges between training nodes alone, which inductive training sees."""
+    trained = np.zeros(data.num_nodes, bool)
+    trained[data.train] = True
+    return data.with_edges(trained[data.edge_index[0]] & trained[data.edge_index[1]])
 
 
 @dataclass(frozen=True)
 class NodeBatches:
-    """Mini-batches of nodes with sampled neighbourhoods, for several runs at once.
+    """Mini-batches of nodes with sampled neighbourhoods, for several runs at once; all arrays have a leading `[runs]`.
 
-    The features stay on the host, which sends the rows of each sample to the device.
+    The features stay on the host, which sends the rows of each sample to the device. A thread samples ahead.
 
     Attributes:
-        data: the graph.
-        sampler: sampler of its neighbourhoods.
+        neighborhoods: sampled neighbourhoods of the graph.
         seeds: seed of each run.
-        size: nodes per batch.
-        edge_attr: features of the sampler's edges; None without.
     """
 
-    data: NodeData
-    sampler: NeighbourSampler
+    neighborhoods: Neighborhoods
     seeds: Int[np.ndarray, " runs"]
-    size: int
-    edge_attr: Float[np.ndarray, "E D"] | None = None
 
-    def batch(self, roots: Int[np.ndarray, "runs R"], draw: tuple[int, ...]) -> NodeBatch:
+    @property
+    def size(self) -> int:
+        """Nodes per batch."""
+        return self.neighborhoods.sampler.batch_size
+
+    def batch(self, roots: Int[np.ndarray, "runs R"], draw: tuple[int, ...]) -> NeighborBatch:
         """Samples the neighbourhoods of the roots for all runs; `draw` and the seed determine the random numbers."""
-        samples = [self.sampler.sample(ids, (int(seed), *draw)) for ids, seed in zip(roots, self.seeds, strict=True)]
-        labels = np.full((len(roots), self.size), -1, np.int32)
-        labels[:, : roots.shape[1]] = self.data.labels[roots]
-        x = np.stack([self.data.rows(sample.nodes) for sample in samples])
-        on_device = [replace(sample, nodes=sample.nodes[:0], edges=()) for sample in samples]
-        sample: Sample = jax.tree.map(lambda *each: jnp.stack(each), *on_device)
-        edge_attr = None
-        if (features := self.edge_attr) is not None:
-            by_layer = zip(*(sample.edges for sample in samples), strict=True)
-            edge_attr = [jnp.stack([jnp.asarray(features[ids]) for ids in each]) for each in by_layer]
-        return NodeBatch(sample, jnp.asarray(x), jnp.asarray(labels), edge_attr)
+        given = self.neighborhoods.data.labels
+        labels = [np.concatenate([given[ids], no_labels(given, self.size - len(ids))]) for ids in roots]
+        each = self.neighborhoods.batches(list(roots), [(int(seed), *draw) for seed in self.seeds], labels)
+        return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *each)
 
-    def covering(self, ids: Int[np.ndarray, "runs ids"], draw: tuple[int, ...], first: int = 0) -> Iterator[NodeBatch]:
-        """Yields batches that cover the nodes, from batch `first` on."""
+    def calls(self, ids: Int[np.ndarray, "runs ids"], draw: tuple[int, ...], first: int = 0) -> Iterator[Any]:
+        """Yields calls for the batches that cover the nodes, from batch `first` on."""
         for n in range(first, -(-ids.shape[1] // self.size)):
-            yield self.batch(ids[:, n * self.size : (n + 1) * self.size], (*draw, n))
+            yield partial(self.batch, ids[:, n * self.size : (n + 1) * self.size], (*draw, n))
 
-    def trained(self, first: int) -> Iterator[NodeBatch]:
+    def covering(self, ids: Int[np.ndarray, "runs ids"], draw: tuple[int, ...]) -> Iterator[NeighborBatch]:
+        """Yields batches that cover the nodes."""
+        return prefetched(self.calls(ids, draw), 1)
+
+    def trained(self, first: int) -> Iterator[NeighborBatch]:
         """Yields training batches from step `first` on; an epoch covers the training nodes once."""
-        epoch, done = divmod(first, -(-len(self.data.train) // self.size))
-        for n in count(epoch):
-            order = [np.random.default_rng((int(seed), n)).permutation(self.data.train) for seed in self.seeds]
-            yield from self.covering(np.stack(order), (n, 0), done if n == epoch else 0)
+        train = self.neighborhoods.data.train
+        epoch, done = divmod(first, -(-len(train) // self.size))
+
+        def calls() -> Iterator[Any]:
+            for n in count(epoch):
+                order = [np.random.default_rng((int(seed), n)).permutation(train) for seed in self.seeds]
+                yield from self.calls(np.stack(order), (n, 0), done if n == epoch else 0)
+
+        return prefetched(calls(), 1)
 
 
-def make_sampler(config: Config, data: NodeData, fan_outs: Sequence[int], batch_size: int) -> NeighbourSampler:
-    """Builds the neighbourhood sampler of a graph's `sampled_edges`."""
-    edges = data.edge_index[:, sampled_edges(config, data)]
-    return NeighbourSampler(edges, data.num_nodes, fan_outs, batch_size, self_loops=config.self_loops == "table")
+def sampled_task(
+    config: Config, data: NodeData, options: GNNOptions, fan_outs: Sequence[int], runs: int = 1, inductive: bool = False
+) -> Task:
+    """Builds the task of training on sampled neighbourhoods; for `inductive`, see `full_graph_task`.
 
-
-def sampled_edges(config: Config, data: NodeData) -> Bool[np.ndarray, " E"]:
-    """Returns the mask of the edges to sample from: all but self-loops, if the model or the samples have their own."""
-    return (data.edge_index[0] != data.edge_index[1]) | (config.self_loops == "given")
-
-
-def sampled_task(config: Config, data: NodeData, options: GNNOptions, fan_outs: Sequence[int], runs: int = 1) -> Task:
-    """Builds the task of training on sampled neighbourhoods. Evaluation samples with the same fan-outs."""
+    Evaluations sample with the same fan-outs.
+    """
     check_trainable(config, data)
-    if data.weights is not None:
-        raise ValueError(f"expected no edge weights for sampled training, found some in {data.name}; leave out edge_weight")
     if len(fan_outs) != config.layers:
         raise ValueError(f"expected a fan-out for each of {config.layers} layers, found {len(fan_outs)}: {list(fan_outs)}")
     seeds = options.seed + np.arange(runs)
-    sampler = make_sampler(config, data, fan_outs, options.batch_size)
+    neighborhoods = Neighborhoods(data, fan_outs, options.batch_size, config.self_loops, data.train)
+    trained = neighborhoods
+    if inductive:
+        trained = Neighborhoods(within_training(data), fan_outs, options.batch_size, config.self_loops, data.train)
+    sampler = neighborhoods.sampler
+    kind = label_kind(data.labels)
     if (numbers := runs * sampler.rows * data.num_features) > MOST_NUMBERS:
         raise ValueError(
             f"expected batches of at most {MOST_NUMBERS:,} features, found {numbers:,}: {runs} x {sampler.rows:,} rows of "
             f"{data.num_features:,}, by fan-outs {list(sampler.fan_outs)} and a batch size of {sampler.batch_size}"
         )
-    edge_attr = None if data.edge_attr is None else data.edge_attr[sampled_edges(config, data)]
-    batches = NodeBatches(data, sampler, seeds, options.batch_size, edge_attr)
+    batches = NodeBatches(neighborhoods, seeds)
     per_epoch = -(-len(data.train) // options.batch_size)
     optimizer = make_optimizer(config, options, per_epoch)
 
-    def batch_scores(weights: Weights, batch: NodeBatch, **options: Any) -> tuple[Array, Any]:
-        sample = batch.sample
-        given = {"edge_attr": batch.edge_attr, "rows": sample.rows, **options}
-        return gnn.apply(config, weights[0], sample.layers, batch.x, weights[1], **given)
+    def batch_scores(weights: Weights, batch: NeighborBatch, **options: Any) -> tuple[Array, Any]:
+        given = {"edge_attr": batch.edge_attr, "rows": batch.rows, **options}
+        return gnn.apply(config, weights[0], batch.layers, batch.x, weights[1], **given)
 
-    def step(weights: Weights, opt_state: Any, batch: NodeBatch, key: Array) -> tuple[Weights, Any, Metrics]:
+    def step(weights: Weights, opt_state: Any, batch: NeighborBatch, key: Array) -> tuple[Weights, Any, Metrics]:
         def scores(params: Any, statistics: Any) -> tuple[Array, Any]:
             return batch_scores((params, statistics), batch, train=True, key=key)
 
-        counts = batch.labels >= 0
-        weights, opt_state, metrics, values = descend_rows(weights, opt_state, optimizer, scores, batch.labels, counts)
-        share = per_epoch / len(data.train)  # makes the mean over an epoch's steps exact
-        return weights, opt_state, {**metrics, "train": share * count_right(values, batch.labels).astype(jnp.float32)}
+        counts = is_counted(batch.y)
+        weights, opt_state, metrics, values = descend_rows(weights, opt_state, optimizer, scores, batch.y, counts)
+        score = accuracy(values, batch.y, counts)
+        if kind == "class":  # the mean over an epoch's steps is exact
+            score = tally(values, batch.y, counts)[0] * (per_epoch / len(data.train))
+        return weights, opt_state, {**metrics, "train": score}
 
     @jax.jit
     @over_runs
-    def right(weights: Weights, batch: NodeBatch) -> Int[Array, ""]:
-        return count_right(batch_scores(weights, batch)[0], batch.labels)
+    def measured(weights: Weights, batch: NeighborBatch) -> Float[Array, "K *T"]:
+        return tally(batch_scores(weights, batch)[0], batch.y, is_counted(batch.y))
 
     def accuracy_on(weights: Weights, ids: Int[np.ndarray, " ids"], draw: tuple[int, ...]) -> Float[np.ndarray, " runs"]:
         drawn = batches.covering(np.broadcast_to(ids, (runs, len(ids))), draw)
-        return np.sum([right(weights, batch) for batch in drawn], 0) / len(ids) if len(ids) else np.full(runs, np.nan)
+        if not len(ids):
+            return np.full(runs, np.nan)
+        tallies = np.sum([measured(weights, batch) for batch in drawn], 0)
+        return np.array([score_of_tally(kind, each) for each in tallies])
 
     def evaluate(weights: Weights, step: int) -> Metrics:
         epoch = step // per_epoch - 1
@@ -284,11 +288,13 @@ def sampled_task(config: Config, data: NodeData, options: GNNOptions, fan_outs: 
 
     return runs_task(
         options,
-        gnn_run_fingerprint(data, config, options, **data_sizes(data), runs=runs, fan_outs=list(fan_outs)),
+        gnn_run_fingerprint(
+            data, config, options, **data_sizes(data), runs=runs, fan_outs=list(fan_outs), **learned(inductive)
+        ),
         starting=partial(start_runs, config, optimizer, seeds),
         seeds=seeds,
         step=jax.jit(over_runs(step), donate_argnums=(0, 1)),
-        batches=batches.trained,
+        batches=replace(batches, neighborhoods=trained).trained,
         evaluate=evaluate,
         steps_per_epoch=per_epoch,
     )

@@ -1,4 +1,5 @@
-"""Losses of predictions over a mesh: "fsdp" shards batches and weights, "tp" shards layers and the residual stream.
+"""Losses of predictions over a mesh: "fsdp" shards batches and weights, "tp" shards layers and the residual stream, "dp"
+shards batches over replicas of the weights.
 
 Weights, gradients and optimizer state are sharded by the model's declared axes. There are two strategies. With a plan,
 `parallel/fully_sharded.py` schedules the collectives of each layer's weights and gradients, forwards and backwards, so that the
@@ -31,7 +32,7 @@ from tilewright.parallel.fully_sharded import run_layers
 from tilewright.parallel.sharding import GROUPED_AXES
 from tilewright.train.balance import balanced, local_share, watching
 from tilewright.train.predictions import Predicted, Predictor
-from tilewright.train.step import DATA, EVERYTHING, Loss, TrainingPlacement
+from tilewright.train.step import DATA, EVERYTHING, Loss, TrainingPlacement, batch_spec
 
 
 def prediction_loss(model: Predictor, ops: Operations, placement: TrainingPlacement) -> Loss:
@@ -73,7 +74,7 @@ def explicit_loss(model: Predictor, ops: Operations, placement: TrainingPlacemen
         return jax.lax.psum(share, axes), gradient
 
     def over_mesh(inside: Callable[..., Any], results: Any) -> Callable[[Any, Predicted], Any]:
-        inputs = (specs, PartitionSpec(DATA))
+        inputs = (specs, batch_spec(mesh))
         return jax.shard_map(inside, mesh=mesh, in_specs=inputs, out_specs=results, check_vma=False)
 
     @jax.custom_vjp
@@ -193,7 +194,7 @@ class CheckpointedLayers(SingleDevice):
     def placed(self, x: Float[Array, "B T H"], positions: Any = GROUPED_AXES) -> Float[Array, "B T H"]:
         if self.mesh is None:
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(DATA, positions)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, batch_spec(self.mesh, positions)))
 
     def run(
         self, stack: Any, x: Float[Array, "B T H"], rows: Any, caches: tuple[Any, ...], taps: tuple[int, ...]

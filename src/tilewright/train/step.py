@@ -7,6 +7,7 @@ part of the batch, and updates. It is the same for all strategies, since a loss 
 gradient of its own, and the optimizer computes on shards.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,12 +21,14 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
+from tilewright.kernels.linear.scaled import ScaledMatrix
 from tilewright.kernels.operations import Operations
-from tilewright.kernels.select import PLAIN
+from tilewright.kernels.select import PLAIN, Chip, training_operations
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.params import ArraySpec, abstract
+from tilewright.parallel.attention import with_sharded_attention
 from tilewright.parallel.exchanges import FullyShardedPlan
-from tilewright.parallel.mesh import make_mesh
+from tilewright.parallel.mesh import gather_texts, make_mesh
 from tilewright.parallel.sharding import (
     FULLY_SHARDED_GROUPED,
     FULLY_SHARDED_TENSOR_PARALLEL,
@@ -35,12 +38,16 @@ from tilewright.parallel.sharding import (
     partition,
 )
 from tilewright.runtime.placement import divided_sizes
+from tilewright.train.checkpoint import differing
 from tilewright.train.finite import FINITE, Finite, finite
-from tilewright.train.loop import WEIGHT, Metrics, Step, Task, updated
-from tilewright.train.text import Batches, TextOptions, make_optimizer
+from tilewright.train.log import WEIGHT, Metrics
+from tilewright.train.loop import DataPosition, Step, Task, updated
+from tilewright.train.text import Batches, TextOptions, make_optimizer, recorded
 
 DATA = "fsdp"
 TENSOR = "tp"
+REPLICAS = "dp"
+"""Mesh axis of replicas, each of which holds all weights, sharded over "fsdp" and "tp" (HSDP). A mesh may lack it."""
 
 Remat = Literal["everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"]
 """Name in `jax.checkpoint_policies`: what is saved for the backward pass; the rest is computed again."""
@@ -83,14 +90,32 @@ class TrainingPlacement:
         """Returns the shardings of declared arrays, None on one device. Raises a `ValueError` if the mesh does not fit."""
         return None if self.mesh is None else model_shardings(self.mesh, specs)
 
-    def ops(self, options: TextOptions) -> Operations:
-        """Returns the operations: XLA's own where the partitioner shards them, since it cannot shard kernels."""
-        return options.ops if self.mesh is None or self.plan is not None else PLAIN
+    def ops(self, options: TextOptions, chip: Chip | None = None) -> Operations:
+        """Returns the operations of the loss.
+
+        The partitioner shards XLA's own operations only. On TPUs and GPUs each device runs the kernel of attention on its rows
+        and heads; on CPUs XLA computes attention, too.
+
+        Args:
+            options: options of the training loop.
+            chip: chip to run on, which need not be present; by default JAX's default backend.
+        """
+        if self.mesh is None or self.plan is not None:
+            return training_operations(options.matmul_dtype, options.compute_dtype, chip)
+        if (chip or jax.default_backend()) == "cpu":
+            return PLAIN
+        found = training_operations(options.matmul_dtype, options.compute_dtype, chip)
+        return with_sharded_attention(found, self.mesh, [axis for axis in (REPLICAS, DATA) if axis in self.mesh.shape])
 
     @property
     def batch_sharding(self) -> NamedSharding:
         assert self.mesh is not None, "one device has no sharding"
-        return NamedSharding(self.mesh, PartitionSpec(DATA))
+        return NamedSharding(self.mesh, batch_spec(self.mesh))
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of devices that compute different rows of a batch."""
+        return 1 if self.mesh is None else self.mesh.shape[DATA] * self.mesh.shape.get(REPLICAS, 1)
 
     def local_rows(self, batch: int) -> Int[np.ndarray, " R"] | None:
         """Returns the rows of a batch of `batch` rows that this process's devices compute; None for all on one device."""
@@ -103,10 +128,10 @@ class TrainingPlacement:
         """Shards the arrays of a batch by rows; each process passes its `local_rows`. Unchanged on one device."""
         if self.mesh is None:
             return batch
-        groups = self.mesh.shape[DATA]
+        groups = self.groups
         rows = self.local_rows(groups)
         assert rows is not None
-        local = len(rows)  # groups of "fsdp" with a device of this process
+        local = len(rows)  # groups with a device of this process
 
         def place(rows: np.ndarray) -> Array:
             shape = (len(rows) * groups // local, *rows.shape[1:])
@@ -122,9 +147,10 @@ class TrainingPlacement:
             length: predicted positions of a sequence; None for losses without explicit collectives.
             parts: parts of a batch, whose gradients are accumulated.
         """
-        groups = 1 if self.mesh is None else self.mesh.shape[DATA]
+        groups = self.groups
         if rows % (groups * parts):
-            divisors = [] if self.mesh is None else [f"fsdp={groups}"]
+            shape = {} if self.mesh is None else self.mesh.shape
+            divisors = [f"{name}={shape[name]}" for name in (REPLICAS, DATA) if name in shape]
             divisors += [f"{parts} parts"] if parts > 1 else []
             verb = "divides" if len(divisors) == 1 and parts == 1 else "divide"
             raise ValueError(f"expected a batch that {' × '.join(divisors)} {verb}, found {rows}")
@@ -142,18 +168,24 @@ ONE_DEVICE = TrainingPlacement()
 
 
 def data_mesh(axes: Mapping[str, int | None], devices: Any = None) -> Mesh:
-    """Builds a mesh of "fsdp" and "tp"; an absent axis has one device.
+    """Builds a mesh of "fsdp" and "tp", and of "dp" if given; another absent axis has one device.
 
     Raises:
         ValueError: an unknown axis, or sizes that do not fit the devices (see `make_mesh`).
     """
-    if unknown := sorted(set(axes) - {DATA, TENSOR}):
-        raise ValueError(f"expected the axes {DATA} and {TENSOR}, found {', '.join(unknown)}")
-    return make_mesh({DATA: axes.get(DATA, 1), TENSOR: axes.get(TENSOR, 1)}, devices)
+    if unknown := sorted(set(axes) - {REPLICAS, DATA, TENSOR}):
+        raise ValueError(f"expected the axes {REPLICAS}, {DATA} and {TENSOR}, found {', '.join(unknown)}")
+    replicas = {REPLICAS: axes[REPLICAS]} if REPLICAS in axes else {}
+    return make_mesh({**replicas, DATA: axes.get(DATA, 1), TENSOR: axes.get(TENSOR, 1)}, devices)
+
+
+def batch_spec(mesh: Mesh, *more: Any) -> PartitionSpec:
+    """Returns the partition of an array whose first dim are the rows of a batch; `more` partitions its other dims."""
+    return PartitionSpec((REPLICAS, DATA) if REPLICAS in mesh.shape else DATA, *more)
 
 
 def training_mesh(axes: Mapping[str, int | None], config: DecoderConfig, devices: Any = None) -> Mesh:
-    """Builds a mesh of "fsdp" and "tp" for a decoder's explicit collectives; an absent axis has one device.
+    """Builds the mesh of `data_mesh` for a decoder's explicit collectives.
 
     Raises:
         ValueError: an unknown axis, or sizes that do not fit the devices (see `make_mesh`) or the model (see `grouped_mesh`).
@@ -215,15 +247,23 @@ def sharded_finite(placed: Any, value: Array, gradient: Any) -> Finite:
 
 
 def cast_loss(options: TextOptions, loss: Loss) -> Loss:
-    """Wraps a loss to read floating-point parameters in `options.compute_dtype`; gradients have the parameters' dtype."""
+    """Wraps a loss to read floating-point parameters in `options.compute_dtype`; gradients have the parameters' dtype.
+
+    Quantised frozen matrices stay as they are.
+    """
     if options.compute_dtype == "float32":
         return loss
 
-    def rounded(leaf: Array) -> Array:
-        return leaf.astype(options.compute_dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+    def is_quantised(leaf: Any) -> bool:
+        return isinstance(leaf, ScaledMatrix)
+
+    def rounded(leaf: Any) -> Any:
+        if is_quantised(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return leaf.astype(options.compute_dtype)
 
     def computed(params: Any, frozen: Any, drawn: Any) -> tuple[Array, Array]:
-        return loss(jax.tree.map(rounded, params), jax.tree.map(rounded, frozen), drawn)
+        return loss(jax.tree.map(rounded, params), jax.tree.map(rounded, frozen, is_leaf=is_quantised), drawn)
 
     return computed
 
@@ -289,7 +329,8 @@ def compiled_step(
         drawn = draw(frozen, batch, typed_key(key))
         value, weight, gradient = accumulated(lambda params, drawn: loss(params, frozen, drawn), params, drawn, parts)
         metrics = {"loss": value, FINITE: sharded_finite(placed, value, gradient), WEIGHT: weight}
-        return *updated(optimizer, gradient, params, opt_state), metrics
+        params, opt_state = updated(optimizer, gradient, params, opt_state)
+        return params, opt_state, {**metrics, **recorded(opt_state)}
 
     return step
 
@@ -369,7 +410,7 @@ def make_task(
         placement: devices and strategy.
 
     Raises:
-        ValueError: the mesh does not divide an array or a batch.
+        ValueError: the mesh does not divide an array or a batch, or processes have different settings or data.
     """
     options = windows.options
     specs = objective.specs
@@ -381,6 +422,8 @@ def make_task(
     cast = partial(cast_loss, options) if placement.plan is None else lambda loss: loss  # explicit gathers cast the shards
     loss = cast(objective.loss)
     measured = cast(objective.measured or objective.loss)
+    settings = {**windows.run_fingerprint(), **run_fingerprint}
+    require_one_run(settings)
     held_out = list(map(placement.place, windows.held_out_batches()))
     tokens = windows.tokens_per_step
 
@@ -395,7 +438,7 @@ def make_task(
 
     return Task(
         objective.title,
-        {**windows.run_fingerprint(), **run_fingerprint},
+        settings,
         init=partial(initial_state, placement, specs, optimizer, init, frozen),
         step=train_step(loss, optimizer, frozen, objective.draw, placement, specs, options.accumulate),
         batches=windows.batches,
@@ -407,7 +450,20 @@ def make_task(
         progress=("tokens", tokens),
         flops=objective.flops * tokens,
         devices=1 if placement.mesh is None else placement.mesh.size,
+        position=windows if isinstance(windows, DataPosition) else None,
+        keep=options.keep,
+        checkpoints=options.checkpoints,
+        log=options.log,
     )
+
+
+def require_one_run(settings: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` in all processes if one has other settings or data. All processes must call this function."""
+    first, *others = (json.loads(text) for text in gather_texts(json.dumps(settings)))
+    for number, other in enumerate(others, 1):
+        if differs := differing(first, other):
+            found = "; ".join(f"{name}: process 0 {one!r}, process {number} {two!r}" for name, (one, two) in differs.items())
+            raise ValueError(f"expected the same options and data in all processes, found others ({found})")
 
 
 def initial_state(

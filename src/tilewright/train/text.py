@@ -1,9 +1,9 @@
 """Training on text: options, optimizers and batches of language models and drafters."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count, islice
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import PLAIN, training_operations
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenStream, require_windows
+from tilewright.train.log import RECORDED, LogOptions, Metrics
 from tilewright.train.loop import TrainOptions, TrainResult
 from tilewright.train.muon import muon as make_muon
 
@@ -46,6 +47,9 @@ class TextOptions(TrainOptions):
         seed: seed of the initial weights and of the order of the data.
         evaluate_every: steps between evaluations.
         save_every: steps between checkpoints.
+        keep: number of checkpoints to keep, the last ones.
+        checkpoints: folder or URL of the checkpoints; None for a folder in that of the run.
+        log: settings of the log.
         matmul_dtype: dtype of matrix products: "float32"; "bfloat16" with float32 sums; or "auto", bfloat16 if the chip has
             instructions for it (see `kernels.select.training_operations`). Weights are float32.
         compute_dtype: dtype of the loss: "float32", or "bfloat16", which reads trained and frozen parameters in bfloat16 while
@@ -69,6 +73,9 @@ class TextOptions(TrainOptions):
     seed: int = 0
     evaluate_every: int = 200
     save_every: int = 200
+    keep: int = 1
+    checkpoints: str | None = None
+    log: LogOptions = field(default_factory=LogOptions)
     matmul_dtype: str = "auto"
     compute_dtype: str = "float32"
     accumulate: int = 1
@@ -82,7 +89,7 @@ class TextOptions(TrainOptions):
         "evaluate_every",
         "accumulate",
     )
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("save_every", "evaluate_every", "accumulate")
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = (*TrainOptions.MAY_CHANGE, "evaluate_every", "accumulate")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,15 +112,33 @@ class TextOptions(TrainOptions):
         With "wsd" the number of steps and the start of the decay may change.
         """
         left_out: tuple[str, ...] = ("steps", "warmup", "cooldown") if self.schedule == "wsd" else ()
-        for name in ("compute_dtype", "state_dtype"):  # absent in checkpoints of earlier versions
-            left_out += (name,) if getattr(self, name) == "float32" else ()
-        kept = {name: value for name, value in super().run_fingerprint().items() if name not in left_out}
-        return {"products" if name == "matmul_dtype" else name: value for name, value in kept.items()}  # the key in checkpoints
+        return {name: value for name, value in super().run_fingerprint().items() if name not in left_out}
 
     @property
     def ops(self) -> Operations:
-        """Operations of the loss; XLA's own for arrays in bfloat16."""
-        return PLAIN if self.compute_dtype == "bfloat16" else training_operations(self.matmul_dtype)
+        """Operations of the loss."""
+        return training_operations(self.matmul_dtype, self.compute_dtype)
+
+
+Packing = Literal["concatenate", "first-fit", "best-fit"]
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """Options of a stream.
+
+    Attributes:
+        shuffle: sequences in memory of which batches are drawn at random; 1 keeps the order of the files.
+        shards: parts of the data, each of which fills its own rows of a batch.
+    """
+
+    shuffle: int = 1024
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("shuffle", "shards"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} of at least 1, found {getattr(self, name)}")
 
 
 def rate(options: TextOptions, peak: float) -> optax.Schedule:
@@ -138,8 +163,9 @@ def make_optimizer(
         is_hidden_matrix: `is_hidden_matrix(params)` returns a tree of booleans, True for arrays of Muon and weight decay.
         ops: operations of Muon's products; by default XLA's, which the partitioner can shard.
     """
-    adamw = optax.adamw(rate(options, options.learning_rate), b2=0.95, weight_decay=options.weight_decay, mask=is_hidden_matrix)
-    clip = optax.clip_by_global_norm(options.clip)
+    learning_rate = rate(options, options.learning_rate)
+    adamw = optax.adamw(learning_rate, b2=0.95, weight_decay=options.weight_decay, mask=is_hidden_matrix)
+    clip = recording(optax.clip_by_global_norm(options.clip), learning_rate)
     if options.optimizer == "adamw":
         return stored_in(options.state_dtype, optax.chain(clip, adamw))
     muon = make_muon(rate(options, options.muon_learning_rate), options.weight_decay, ops or PLAIN)
@@ -151,6 +177,48 @@ def make_optimizer(
         return jax.tree.map(name, is_hidden_matrix(params), params)
 
     return stored_in(options.state_dtype, optax.chain(clip, optax.transforms.partition({"muon": muon, "adamw": adamw}, label)))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepRecord:
+    """Metrics of the last step in the optimizer's state. The fields are scalars, or what a tree of the state's form has.
+
+    Attributes:
+        steps: number of steps.
+        gradient_norm: global norm of the gradient before clipping.
+        learning_rate: learning rate of AdamW.
+    """
+
+    steps: Any
+    gradient_norm: Any
+    learning_rate: Any
+
+
+def recording(clip: optax.GradientTransformation, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+    """Returns the clipping with a `StepRecord` as its state; XLA computes the gradient's norm once for both.
+
+    Args:
+        clip: clipping without a state.
+        learning_rate: schedule of AdamW's learning rate.
+    """
+
+    def init(params: Any) -> Any:
+        return StepRecord(jnp.int32(0), jnp.float32(0), jnp.float32(0))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        record = StepRecord(state.steps + 1, optax.tree.norm(updates), jnp.asarray(learning_rate(state.steps), jnp.float32))
+        updates, _ = clip.update(updates, clip.init(params), params)
+        return updates, record
+
+    return optax.GradientTransformation(init, update)
+
+
+def recorded(opt_state: Any) -> Metrics:
+    """Returns the metrics of the last step in an optimizer's state; empty for an optimizer that records none."""
+    parts = jax.tree.leaves(opt_state, is_leaf=lambda part: isinstance(part, StepRecord))
+    records = [part for part in parts if isinstance(part, StepRecord)]
+    return {name: getattr(records[0], name) for name in RECORDED} if records else {}
 
 
 def stored_in(dtype: str, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

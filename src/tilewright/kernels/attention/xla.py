@@ -23,10 +23,10 @@ from tilewright.kernels.paged.xla import mapped_entries, read, seen_columns
 MASKED = -1e30
 """Score of a masked key; finite, so that a row without visible keys has no NaN."""
 WHOLE = 4096
-"""Limit of queries whose scores are stored at once, except over pages. With more, a loop is used, with which transfers of other
-layers cannot overlap."""
+"""Limit of queries whose scores over a cache are stored at once, except over pages. With more, a loop is used, with which
+transfers of other layers cannot overlap."""
 QUERIES = 512
-"""Queries per iteration of that loop; gradients recompute the scores."""
+"""Queries per iteration of that loop, and limit of queries without a cache: their gradients recompute the scores."""
 BLOCK_ENTRIES = 512
 """Entries per row that are read from pages at a time. A page table with no more entries is read as a whole, without a loop."""
 
@@ -154,11 +154,15 @@ def attend(
         values = jnp.where(any_row[:, None, :, None], cache.v, jnp.zeros((), cache.v.dtype))
         return attention_over(q, [KeyValues(cache.k, values, cached), *block_part(found.block_kv, q, is_visible)], scores)
 
-    return by_blocks(over_rows, found.q, found.lengths, found.first, found.is_visible).reshape(q.shape)
+    queries = (found.q, found.lengths, found.first, found.is_visible)
+    return by_blocks(over_rows, *queries, most=WHOLE).reshape(q.shape)
 
 
-def attend_block(q: Array, mask: AttentionMask, block_kv: tuple[Array, Array] | None, scores: Scores) -> Array:
-    """Computes attention over the keys and values of the block alone, with a gradient."""
+def attend_block(q: Array, mask: AttentionMask, block_kv: tuple[Array, Array] | None, scores: Scores = PLAIN_SCORES) -> Array:
+    """Computes attention over the keys and values of the block alone, with a gradient.
+
+    Scores of at most `QUERIES` queries are stored at once.
+    """
     if block_kv is None:
         raise ValueError("expected a cache, or keys and values of the block, found neither")
     keys, values = block_kv
@@ -168,10 +172,22 @@ def attend_block(q: Array, mask: AttentionMask, block_kv: tuple[Array, Array] | 
         return attention_over(q, block_part(block_kv, q, is_visible), scores)
 
     if mask.counts is not None or mask.form in ("none", "bits"):
-        is_visible = block_seen(mask, jnp.arange(q.shape[1]), keys.shape[2])
-        assert is_visible is not None
-        block_kv = keys, jnp.where(jnp.any(is_visible, axis=1)[:, None, :, None], values, jnp.zeros((), values.dtype))
+        seen = seen_by_any(mask, q.shape[1], keys.shape[2])
+        block_kv = keys, jnp.where(seen[:, None, :, None], values, jnp.zeros((), values.dtype))
     return by_blocks(over_block, q, jnp.arange(q.shape[1])[None])
+
+
+def seen_by_any(mask: AttentionMask, queries: int, size: int) -> Bool[Array, "B {size}"]:
+    """Returns which positions of a block are visible to some query, from `QUERIES` queries at a time."""
+    each = min(queries, QUERIES)
+    numbers = jnp.minimum(jnp.arange(-(-queries // each) * each), queries - 1).reshape(-1, each)
+
+    def seen(some: Int[Array, " T"]) -> Bool[Array, "B U"]:
+        is_visible = block_seen(mask, some, size)
+        assert is_visible is not None, "the mask has a rule"
+        return jnp.any(is_visible, axis=1)
+
+    return jax.lax.scan(lambda found, some: (found | seen(some), None), seen(numbers[0]), numbers[1:])[0]
 
 
 def block_part(block_kv: tuple[Array, Array] | None, q: Array, is_visible: Array | None) -> list[KeyValues]:
@@ -181,10 +197,12 @@ def block_part(block_kv: tuple[Array, Array] | None, q: Array, is_visible: Array
     return [KeyValues(*block_kv, jnp.ones((1, q.shape[1], block_kv[0].shape[2]), bool) if is_visible is None else is_visible)]
 
 
-def by_blocks(run: Callable[..., Array], q: Float[Array, "B T N D"], *rest: Array | None) -> Float[Array, "B T N D"]:
-    """Runs `run(q, *rest)`, in blocks of queries if there are many; queries are the second dim of `rest` too."""
+def by_blocks(
+    run: Callable[..., Array], q: Float[Array, "B T N D"], *rest: Array | None, most: int = QUERIES
+) -> Float[Array, "B T N D"]:
+    """Runs `run(q, *rest)`, in blocks of queries if there are more than `most`; queries are the second dim of `rest` too."""
     t = q.shape[1]
-    if t <= WHOLE:
+    if t <= most:
         return run(q, *rest)
     size = -(-t // -(-t // QUERIES))
 

@@ -4,18 +4,22 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import Float
 
-from tilewright.kernels.bundles.xla import PLAIN
+from tilewright.kernels.bundles.xla import PLAIN, in_few_bits, unchanged
 from tilewright.kernels.cross_entropy import xla as loss_xla
 from tilewright.kernels.heads import xla as heads_xla
 from tilewright.kernels.linear import cpu, xla
 from tilewright.kernels.linear.cpu import BFLOAT16_ISAS as BFLOAT16_ISAS
 from tilewright.kernels.linear.cpu import Joint, biased
+from tilewright.kernels.linear.scaled import ScaledFormat, ScaledMatrix
 from tilewright.kernels.masks import AttentionMask
-from tilewright.kernels.operations import Heads, Joined, Norm, Operations, attend_in_steps
+from tilewright.kernels.operations import PLAIN_SCORES, Heads, Joined, Norm, Operations, Scores, attend_in_steps
+from tilewright.kernels.registry import Chip, function
 from tilewright.kernels.rms_norm import cpu as norm_cpu
 from tilewright.kernels.self_attention import cpu as self_attention
 
@@ -28,7 +32,32 @@ MIXED = replace(
     project=partial(xla.project, product=xla.mixed_product),
     cross_entropy=partial(loss_xla.cross_entropy, linear=MIXED_LINEAR),
 )
-"""Training on accelerators: float32 weights and activations, matmuls in bfloat16."""
+"""Float32 weights and activations, matmuls in bfloat16."""
+
+
+@cache
+def accelerator_operations(chip: Chip, mixed: bool) -> Operations:
+    """Returns XLA's operations, with a chip's kernel for attention without a cache where it supports the operands.
+
+    Args:
+        chip: "tpu" or "gpu".
+        mixed: weights and activations are float32, matmuls bfloat16 with float32 sums, also those of attention.
+    """
+    attend_block = function("attend_block", chip)
+
+    def attend(
+        q: Array, cache: Any, mask: AttentionMask, block_kv: Any = None, scores: Scores = PLAIN_SCORES
+    ) -> Float[Array, "B T N D"]:
+        if cache is not None:
+            return PLAIN.attend(q, cache, mask, block_kv, scores)
+        if not mixed:
+            return attend_block(q, mask, block_kv, scores)
+        rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (q, block_kv))
+        return attend_block(rounded[0], mask, rounded[1], scores).astype(q.dtype)
+
+    return replace(
+        MIXED if mixed else PLAIN, name=f"{chip} training, {'bfloat16 products' if mixed else 'one dtype'}", attend=attend
+    )
 
 
 @cache
@@ -59,11 +88,17 @@ def cpu_operations(bfloat16: bool) -> Operations:
         return y.reshape(*x.shape[:-1], -1)
 
     def project(
-        x: Array, joined: Joined, norm: Norm | None = None, first: int = 0, bias: tuple[Array, ...] | None = None
+        x: Array,
+        joined: Joined,
+        norm: Norm | None = None,
+        first: int = 0,
+        last: int | None = None,
+        bias: tuple[Array, ...] | None = None,
+        count: Array | None = None,
     ) -> Joint:
-        parts = joined.parts[first:]
+        parts = joined.parts[first:last]
         array = cpu.trained_linear(precision, normed(x, norm), jnp.concatenate(parts, axis=1), precision.dtype)
-        return Joint(biased(array, bias, first), tuple(part.shape[1] for part in parts))
+        return Joint(biased(array, bias, first, last), tuple(part.shape[1] for part in parts))
 
     def heads(projection: Joint, spec: Heads) -> tuple[Any, Any, Any]:
         return heads_xla.heads(tuple(part.astype(jnp.float32) for part in projection.split()), spec)
@@ -86,4 +121,46 @@ def cpu_operations(bfloat16: bool) -> Operations:
         head_argmax=lambda x, head, norm=None, masks=None: PLAIN.head_argmax(
             normed(x, norm).astype(jnp.float32), head, masks=masks
         ),
+    )
+
+
+@cache
+def with_quantised(ops: Operations, kind: ScaledFormat) -> Operations:
+    """Returns a bundle for training beside frozen matrices that stay quantised in memory; embeddings keep their dtype.
+
+    A matmul dequantises its matrix, and the gradient of its rows dequantises it again, so that memory holds few matrices in
+    full at a time. Quantised matrices have no gradients.
+
+    Args:
+        ops: a bundle for training, which computes the matmuls.
+        kind: format into which matrices are quantised.
+    """
+
+    def in_full(w: Any, dtype: DTypeLike) -> Any:
+        def dequantised(leaf: Any) -> Any:
+            return leaf.dequantised(dtype) if isinstance(leaf, ScaledMatrix) else leaf
+
+        return jax.tree.map(dequantised, w, is_leaf=lambda leaf: isinstance(leaf, ScaledMatrix))
+
+    def dequantising(product: Any) -> Any:
+        def run(x: Array, w: Any, *settings: Any, **more: Any) -> Any:
+            # Without the checkpoint, the gradient would keep the dequantised matrix of every layer.
+            return jax.checkpoint(lambda x, w: product(x, in_full(w, x.dtype), *settings, **more))(x, w)
+
+        return run
+
+    linear = dequantising(ops.linear)
+
+    def gated_linear(x: Array, joined: Joined, norm: Norm | None = None, count: Array | None = None) -> Array:
+        gate, up = (linear(x, w, jnp.float32, norm, count=count) for w in joined.parts)
+        return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+    return replace(
+        in_few_bits(ops, kind),
+        linear=linear,
+        project=dequantising(ops.project),
+        gated_linear=gated_linear,
+        cross_entropy=lambda x, head, *rest: ops.cross_entropy(x, in_full(head, x.dtype), *rest),
+        prepare_table=unchanged,
+        scales_tables=False,
     )

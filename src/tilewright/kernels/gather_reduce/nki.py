@@ -1,9 +1,11 @@
-"""Neighbour reduction on Trainium, in NKI 0.6: indirect DMA gathers neighbours' rows into a tile, which is reduced there.
+"""Neighbour reduction on Trainium, in NKI 0.7: indirect DMA gathers neighbours' rows into a tile, which is reduced there.
 
 One DMA call gathers one slot of 128 rows, with an index per partition. Padding gathers a row of zeros that is in range, since
 skipping out-of-range indices has aborted devices (aws-neuron-sdk issue 1390). The caller supplies weights and a scale per row,
-so
-that one kernel serves all: GraphSAGE's mean has the scale 1 / degree, GCN the weights (degree_i degree_j)^-1/2, GIN neither.
+so that one kernel serves all: GraphSAGE's mean has the scale 1 / degree, GCN the weights (degree_i degree_j)^-1/2, GIN neither.
+
+NKI traces a kernel with Python, so that Python's loops are unrolled. Tiles of 128 rows are therefore a loop on the device,
+`fori_loop`, whose variable is a register: access patterns take it as `scalar_offset`, and Python cannot compute with it.
 
 `nisa.dma_compute` would add gathered rows without a buffer, but needs unique indices in a call, and neighbours repeat.
 
@@ -56,15 +58,14 @@ def kernel(x, sources, weights, scale, part):
     rows, slots = sources.shape
     features = x.shape[1]
     out = nl.ndarray((rows, features), dtype=x.dtype, buffer=nl.shared_hbm)
-    for first in range(0, rows, PARTITIONS):
-        size = min(PARTITIONS, rows - first)
-        last = first + size
+
+    def tile(first, size):
         indices = nl.ndarray((size, slots), dtype=nl.uint32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=indices, src=sources[first:last, :])
+        nisa.dma_copy(dst=indices, src=rows_at(sources, first, size))
         factors = None
         if weights is not None:
             factors = nl.ndarray((size, slots), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.dma_copy(dst=factors, src=weights[first:last, :])
+            nisa.dma_copy(dst=factors, src=rows_at(weights, first, size))
         total = nl.ndarray((size, features), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=total, value=0.0)
         for begin in range(0, slots, part):
@@ -91,12 +92,48 @@ def kernel(x, sources, weights, scale, part):
             added = nl.ndarray((size, features), dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_reduce(dst=added, op=nl.add, data=messages.permute((0, 2, 1)), axis=(2,))
             nisa.tensor_tensor(dst=total, data1=total, data2=added, op=nl.add)
-        if scale is not None:
+        result = nl.ndarray((size, features), dtype=x.dtype, buffer=nl.sbuf)
+        if scale is None:
+            nisa.tensor_copy(dst=result, src=total)
+        else:
             factor = nl.ndarray((size, 1), dtype=nl.float32, buffer=nl.sbuf)
-            nisa.dma_copy(dst=factor, src=scale[first:last, :])
-            nisa.tensor_scalar(dst=total, data=total, op0=nl.multiply, operand0=factor)
-        nisa.dma_copy(dst=out[first:last, :], src=total)
+            nisa.dma_copy(dst=factor, src=rows_at(scale, first, size))
+            nisa.tensor_scalar(dst=result, data=total, op0=nl.multiply, operand0=factor)
+        nisa.dma_copy(dst=rows_at(out, first, size), src=result)
+
+    each_tile(nl.fori_loop, rows, tile)
     return out
+
+
+def each_tile(loop, rows, tile):
+    """Calls `tile(first, size)` for each tile of rows: in `loop` (`nl.fori_loop`) for full tiles, directly for the rest."""
+    whole = rows - rows % PARTITIONS
+
+    def body(first):  # a loop's body returns nothing
+        tile(first, PARTITIONS)
+
+    if whole:
+        loop(0, whole, body, PARTITIONS)
+    if whole < rows:
+        tile(whole, rows - whole)
+
+
+def rows_at(tensor, first, size, begin=0, width=None):
+    """Returns `tensor[first : first + size, begin : begin + width]` of a tensor in HBM; `width` is by default the whole of it.
+
+    `first` is an integer or the register of a loop.
+    """
+    width = tensor.shape[1] if width is None else width
+    if isinstance(first, int):
+        return tensor[first : first + size, begin : begin + width]
+    step = 1
+    for count in tensor.shape[2:]:
+        step = step * count
+    pattern = [[tensor.shape[1] * step, size], [step, width]]
+    for count in tensor.shape[2:]:
+        step = step // count
+        pattern.append([step, count])
+    return tensor.ap(pattern=pattern, offset=begin * pattern[1][0], scalar_offset=first, indirect_dim=0)
 
 
 @dataclass(frozen=True)

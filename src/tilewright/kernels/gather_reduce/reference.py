@@ -23,6 +23,8 @@ def refuses_message_reduce(function: bool, weighted: bool, reduce: str) -> str:
     """
     if function:
         return "a function computes the messages, which are stored"
+    if reduce in ("var", "std") and not weighted:  # from the means of the features and of their squares
+        return ""
     if reduce not in get_args(Reduce):
         return f"none computes {reduce}"
     return "weights with a gradient per head are summed only" if weighted and reduce != "sum" else ""

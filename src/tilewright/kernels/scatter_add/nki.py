@@ -1,11 +1,11 @@
-"""Message sums on Trainium, in NKI 0.6: tiles of 128 nodes by 16 slots are summed over the slots.
+"""Message sums on Trainium, in NKI 0.7: tiles of 128 nodes by 16 slots are summed over the slots.
 
 Legend: R rows (nodes to reduce for), K slots of a row, F features, P rows of a tile, S slots of a part.
 """
 
 import numpy as np
 
-from tilewright.kernels.gather_reduce.nki import PARTITIONS, NkiTransfers, installed, slots_of_part
+from tilewright.kernels.gather_reduce.nki import PARTITIONS, NkiTransfers, each_tile, installed, rows_at, slots_of_part
 
 _, nisa, nl = installed()
 
@@ -23,17 +23,16 @@ def kernel(messages, mask, part):
     """
     rows, slots, features = messages.shape
     out = nl.ndarray((rows, features), dtype=messages.dtype, buffer=nl.shared_hbm)
-    for first in range(0, rows, PARTITIONS):
-        size = min(PARTITIONS, rows - first)
-        last = first + size
+
+    def tile(first, size):
         counts = nl.ndarray((size, slots), dtype=nl.uint8, buffer=nl.sbuf)
-        nisa.dma_copy(dst=counts, src=mask[first:last, :])
+        nisa.dma_copy(dst=counts, src=rows_at(mask, first, size))
         total = nl.ndarray((size, features), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=total, value=0.0)
         for begin in range(0, slots, part):
             width = min(part, slots - begin)
             loaded = nl.ndarray((size, width, features), dtype=messages.dtype, buffer=nl.sbuf)
-            nisa.dma_copy(dst=loaded, src=messages[first:last, begin : begin + width, :])
+            nisa.dma_copy(dst=loaded, src=rows_at(messages, first, size, begin, width))
             # A product with the mask would keep NaN of padding, hence the predicated copy. The mask repeats for all features.
             counted = nl.ndarray((size, width, features), dtype=messages.dtype, buffer=nl.sbuf)
             nisa.memset(dst=counted, value=0.0)
@@ -42,7 +41,11 @@ def kernel(messages, mask, part):
             added = nl.ndarray((size, features), dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_reduce(dst=added, op=nl.add, data=counted.permute((0, 2, 1)), axis=(2,))
             nisa.tensor_tensor(dst=total, data1=total, data2=added, op=nl.add)
-        nisa.dma_copy(dst=out[first:last, :], src=total)
+        result = nl.ndarray((size, features), dtype=messages.dtype, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=result, src=total)
+        nisa.dma_copy(dst=rows_at(out, first, size), src=result)
+
+    each_tile(nl.fori_loop, rows, tile)
     return out
 
 
