@@ -171,7 +171,7 @@ def test_a_folder_of_pyg(run: Run, tmp_path: Path):
 
 
 def test_sizes_of_pna():
-    """PyG's example has wider and deeper networks without dropout for many graphs."""
+    """Nothing is dropped for many graphs, as in PyG's example, but where the caller says so."""
     edges = np.array([[0, 1], [1, 0]], np.int32)
     one = karate_club()
     starts = np.array([0, 2], np.int32)
