@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,11 @@ def theirs(model: str, graph: str, adjacency_kind: str) -> Epoch:
     return epoch
 
 
+def needs_torch_sparse(model: str, way: str) -> bool:
+    """Returns True for ways of PyG that need an extension: its `SparseTensor`, and its sampling."""
+    return "SparseTensor" in way or (model in ("sampled", "sampling") and "pyg" in way)
+
+
 def way_of(model: str, way: str, graph: str, roots: int) -> Epoch:
     """Returns an epoch of one way."""
     who, *rest = way.split()
@@ -292,16 +298,20 @@ def compare(
         roots: training nodes of an epoch of sampled neighbourhoods.
     """
     console = human_console(json_file)
-    record: dict[str, Any] = {"graph": graph, "chip": chip_name(), "cores": cores(), "ways": {}}
+    record: dict[str, Any] = {"graph": graph, "chip": chip_name(), "cores": cores(), "ways": {}, "ratios": {}}
     for model in models:
-        results: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS[model]}
+        ways = [way for way in WAYS[model] if not needs_torch_sparse(model, way) or find_spec("torch_sparse")]
+        for way in set(WAYS[model]) - set(ways):
+            console.print(f"{model}, {way}: not measured, since torch-sparse is missing", markup=False)
+        results: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for n in range(repetitions):
-            for way in WAYS[model] if n % 2 == 0 else reversed(WAYS[model]):
+            for way in ways if n % 2 == 0 else reversed(ways):
                 command = [sys.executable, __file__, "turn", model, way, graph, str(epochs), str(roots)]
                 done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
                 if done.returncode:
                     raise RuntimeError(f"{model}, {way} failed: {done.stderr[-2000:]}")
                 results[way].append(json.loads(done.stdout.splitlines()[-1]))
+        ratios: dict[str, dict[str, float]] = {}
         base = [each["seconds"] for each in results[WAYS[model][0]]]
         for way, each in results.items():
             seconds = spread([one["seconds"] for one in each])
@@ -314,7 +324,9 @@ def compare(
                 f"{ratio.median:.2f} times ours ({ratio.least:.2f} to {ratio.most:.2f}), {peak.median:,.0f} MB{sampled}",
                 markup=False,
             )
+            ratios[way] = {"median": ratio.median, "least": ratio.least, "most": ratio.most}
         record["ways"][model] = results
+        record["ratios"][model] = ratios
     write_json(json_file, record)
 
 
