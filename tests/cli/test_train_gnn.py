@@ -182,8 +182,8 @@ def test_sizes_of_pna():
     assert [(each.layers, each.hidden, each.dropout) for each in sizes] == [
         (2, 16, 0.5),
         (2, 8, 0.1),
-        (4, 75, 0.0),
-        (4, 8, 0.1),
+        (2, 16, 0.0),
+        (2, 8, 0.1),
     ]
 
 
