@@ -505,6 +505,7 @@ void multiply_pairs(ffi::ThreadPool& pool, const Product& product) {
 // next rows.
 void multiply(ffi::ThreadPool& pool, const Product& product) {
   constexpr int64_t INPUTS = 384, ROWS = 12;  // ROWS: a multiple of every instruction set's tile
+  constexpr int64_t PIECES = 4;               // per thread: with fewer, a thread waits longer for the last one
   const int64_t blocks = product.narrow_out ? 1 : std::max<int64_t>(1, (product.k + INPUTS - 1) / INPUTS);
   const int64_t each = (product.k + blocks - 1) / blocks, panels = (product.n + 15) / 16;
   auto* packed = static_cast<float*>(native::scratch<4>(panels * 16 * each * sizeof(float) + 64));
@@ -514,7 +515,7 @@ void multiply(ffi::ThreadPool& pool, const Product& product) {
     const int64_t count = std::min(each, product.k - first);
     native::share(pool, panels, 1, panels * count >= (1 << 12), [&](int64_t begin, int64_t end) { pack(product, first, count, begin, end, packed); });
     native::share(pool, product.m, ROWS, product.m * product.n * count >= (1 << 18),
-                  [&](int64_t begin, int64_t end) { run(product, first, count, begin, end, packed); });
+                  [&](int64_t begin, int64_t end) { run(product, first, count, begin, end, packed); }, PIECES);
     if (count == 0) return;
   }
 }
