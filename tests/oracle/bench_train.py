@@ -171,7 +171,8 @@ def measure(args: argparse.Namespace, threads: int, folder: Path) -> dict[str, A
     sides = {f"tilewright {matmul_dtype}": own_side(args, matmul_dtype, params) for matmul_dtype in args.matmul_dtype}
     for dtype, compiled in product(args.torch, (False, True) if args.compile else (False,)):
         name = f"torch{'.compile' * compiled} {dtype}"
-        sides |= {f"{name}, threads {n}": torch_side(args, dtype, n, folder, compiled) for n in args.torch_threads or sorted({1, threads})}
+        for n in args.torch_threads or sorted({1, threads}):
+            sides[f"{name}, threads {n}"] = torch_side(args, dtype, n, folder, compiled)
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     runs = {name: partial(timed, name, step, args.batch * args.length * args.steps, clock) for name, step in sides.items()}
     times = alternate(runs, args.repetitions, warm=True)

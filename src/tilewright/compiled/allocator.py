@@ -3,7 +3,13 @@
 import ctypes
 import os
 
-MALLOC_VARIABLES = ("GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+MALLOC_VARIABLES = (
+    "GLIBC_TUNABLES",
+    "MALLOC_ARENA_MAX",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+)
 """Environment variables that configure glibc's allocator."""
 KEEP = {"M_ARENA_MAX": (-8, 1), "M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1)}
 """Number of each option of `mallopt`, and its value: one heap, no blocks outside of it, and no return of its memory."""
@@ -24,4 +30,5 @@ def keep_freed_memory() -> bool:
     library = ctypes.CDLL(None) if os.name == "posix" else None
     if not hasattr(library, "gnu_get_libc_version"):
         return False
-    return all([library.mallopt(number, value) == 1 for number, value in KEEP.values()])
+    results = [library.mallopt(number, value) for number, value in KEEP.values()]
+    return results == [1] * len(KEEP)
