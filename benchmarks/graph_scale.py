@@ -53,6 +53,7 @@ def make(
     classes: int = 16,
     trained: int = 102_400,
     tested: int = 10_240,
+    undirected: bool = False,
     seed: int = 0,
 ) -> None:
     """Writes an RMAT graph whose features are those of a node's class plus noise.
@@ -65,6 +66,7 @@ def make(
         classes: number of classes.
         trained: number of training nodes.
         tested: number of validation nodes, and of test nodes.
+        undirected: write the other direction of each of `edges` / 2 edges, too.
         seed: seed of the graph.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,10 +74,12 @@ def make(
     edge_index = np.lib.format.open_memmap(folder / "edge_index.npy", "w+", np.int32, (2, edges))
     names = rng.permutation(nodes).astype(np.int32)  # hubs are spread over the ids
     done = 0
-    while done < edges:
-        part = rmat_part(rng, nodes, PART)[:, : edges - done]
+    drawn = edges // 2 if undirected else edges
+    while done < drawn:
+        part = rmat_part(rng, nodes, PART)[:, : drawn - done]
         edge_index[:, done : done + part.shape[1]] = names[part]
         done += part.shape[1]
+    edge_index[:, drawn:] = edge_index[::-1, : edges - drawn]
     labels = rng.integers(0, classes, nodes).astype(np.int32)
     means = rng.normal(size=(classes, features)).astype(np.float32)
     x = np.lib.format.open_memmap(folder / "x.npy", "w+", np.float32, (nodes, features))

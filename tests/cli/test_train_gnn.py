@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cli.conftest import Run
 from tilewright.cli import train_gnn
-from tilewright.graph.data import karate_club
+from tilewright.graph.data import GraphData, karate_club
 from tilewright.kernels import native
 from tilewright.metrics.tables import UNKNOWN, FigureTable
 from tilewright.models.gnn_checkpoint import load_gnn
@@ -143,6 +143,48 @@ def test_folders_of_graphs_are_cross_validated(run: Run, tmp_path: Path):
     assert ran.status == 0, ran.err
     assert len(ran.json["accuracy"]["after the last epoch"]["test"]["runs"]) == 1
     assert any(name.startswith("at the best epoch of all folds (") for name in ran.json["accuracy"])
+
+
+def test_a_folder_of_pyg(run: Run, tmp_path: Path):
+    """GIN takes no features of edges; PNA does, with other sizes for many graphs than for one."""
+    raw = tmp_path / "RINGS" / "raw"
+    raw.mkdir(parents=True)
+    ends = [(6 * graph + n + 1, 6 * graph + (n + 1) % 6 + 1) for graph in range(20) for n in range(6)]
+    ends += [end[::-1] for end in ends]
+    columns = {
+        "A": ends,
+        "graph_indicator": [(node // 6 + 1,) for node in range(120)],
+        "graph_labels": [(graph % 2,) for graph in range(20)],
+        "node_labels": [(node // 6 % 2,) for node in range(120)],
+        "edge_labels": [(n % 3,) for n in range(len(ends))],
+    }
+    for stem, rows in columns.items():
+        (raw / f"RINGS_{stem}.txt").write_text("".join(", ".join(map(str, row)) + "\n" for row in rows))
+    options = ["--data", tmp_path / "RINGS", "--epochs", 1, "--fold", 1, "--json", "-"]
+    gin = run("train", "gnn", "--model", "gin", "--hidden", 4, "--layers", 1, *options)
+    assert gin.status == 0, gin.err
+    assert "RINGS: 3 features of edges are left out, since gin takes none" in " ".join(gin.err.split())
+    pna = run("train", "gnn", "--model", "pna", "--hidden", 4, "--layers", 1, *options)
+    assert pna.status == 0, pna.err
+    assert "left out" not in pna.err
+    assert (pna.json["config"]["edge_features"], pna.json["config"]["dropout"]) == (3, 0.0)
+
+
+def test_sizes_of_pna():
+    """Nothing is dropped for many graphs, as in PyG's example, but where the caller says so."""
+    edges = np.array([[0, 1], [1, 0]], np.int32)
+    one = karate_club()
+    starts = np.array([0, 2], np.int32)
+    many = GraphData("pair", starts, starts, edges, np.eye(2, dtype=np.float32), np.ones(1, np.int32), ())
+    sizes = [
+        train_gnn.GNNSizes(**given).config("pna", data) for data in (one, many) for given in ({}, {"hidden": 8, "dropout": 0.1})
+    ]
+    assert [(each.layers, each.hidden, each.dropout) for each in sizes] == [
+        (2, 16, 0.5),
+        (2, 8, 0.1),
+        (2, 16, 0.0),
+        (2, 8, 0.1),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ EXTRAS = {
     "ray": (("ray",), "serving replicas on a cluster (deploy/ray_serve.py)"),
     "graph": (("scipy",), "numbering the nodes of graphs for locality"),
     "metis": (("pymetis",), "partitioning graphs with METIS"),
+    "pyg": (("torch_geometric",), "making PyG's Data objects, with a torch of yours; PyG's folders are read without it"),
     "neuron": (("simpy",), "simulating Neuron chips"),
     "tpu": (("libtpu",), "computing on TPUs and compiling for them"),
     "oracle": (("torch", "transformers"), "comparing with transformers"),

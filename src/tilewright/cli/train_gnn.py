@@ -1,5 +1,6 @@
 """`tilewright train gnn`: trains graph neural networks on the nodes of a graph or on whole graphs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,6 +52,8 @@ SCORES: dict[Kind, tuple[str, str]] = {
 """Names of the score of labels in JSON and in titles."""
 LINK_SIZES = {"hidden": 128, "classes": 64, "dropout": 0.0}
 """Sizes for link prediction, those of PyG's example; `classes` is the width of the embeddings."""
+PNA_DROPOUT = 0.0
+"""Dropout of PNA for many graphs, as in PyG's example `pna.py` and in the paper's settings for ZINC."""
 SAMPLED_BATCH = 64
 GRAPH_BATCH = 32
 DATA = Group("Data", sort_key=3)
@@ -65,7 +68,7 @@ class GNNSizes:
         layers: rounds of message passing (default 2, gin and gine 4; the GIN paper counts the input as a fifth).
         hidden: width of a hidden layer, with attention of one head (default 16, attention 8, gin and gine 32, links 128).
         heads: heads of a hidden layer, for gat, gatv2 and transformer (default 8).
-        dropout: dropout rate (default 0.5, attention 0.6, links 0).
+        dropout: dropout rate (default 0.5, attention 0.6, links and pna for many graphs 0).
     """
 
     layers: int | None = None
@@ -86,6 +89,8 @@ class GNNSizes:
             sizes["edge_features"] = data.num_edge_features
         if kind is PNAConfig:
             sizes["mean_log_degree"] = mean_log_degree(data)
+            if isinstance(data, GraphData):
+                sizes.setdefault("dropout", PNA_DROPOUT)
         return kind(features=data.num_features, **sizes)
 
 
@@ -209,6 +214,16 @@ def predict_links(data: NodeData, family: Family, sizes: GNNSizes, loop: GNNLoop
     return config, link_task(config, data, loop.options(family, links=True), loop.seeds)
 
 
+def usable(data: GraphData, family: Family, console: Console) -> GraphData:
+    """Leaves out features of the edges if the model takes none, and prints their number."""
+    if not data.num_edge_features or FAMILIES[family].takes_edges:
+        return data
+    console.print(
+        f"{data.name}: {data.num_edge_features} features of edges are left out, since {family} takes none", markup=False
+    )
+    return replace(data, edge_attr=None)
+
+
 def graph_task(data: GraphData, family: Family, sizes: GNNSizes, loop: GNNLoop) -> tuple[Config, Task]:
     """Builds the training task for many graphs; splits the graphs into ten folds if the data has none."""
     data = data if data.folds else with_folds(data)
@@ -238,7 +253,8 @@ def gnn(
             GATv2, a graph transformer, PNA, and GINE, which needs them.
         data: "karate" (Zachary's karate club, built in), an .npz file with one graph, a folder with its arrays as .npy files,
             which are mapped into memory, a folder with tables of edges and nodes (.csv, .csv.gz or .parquet), a folder that OGB
-            has downloaded (ogbn_arxiv), or a folder with graphs in the GIN text format.
+            has downloaded (ogbn_arxiv), a folder of a PyG data set (with `raw` or `processed`), or a folder with graphs in the
+            GIN text format.
         task: predict the labels of nodes or graphs, or edges of one graph, of which 5% are for validation and 10% for tests.
         normalise_features: divide the features of each node by their sum, for one graph; by default if no feature is negative
             and the features are no .npy file.
@@ -257,7 +273,7 @@ def gnn(
     if isinstance(loaded, GraphData):
         if links:
             raise ValueError(f"expected --task link with one graph, found {loaded.num_graphs} graphs in {loaded.name}")
-        config, made = graph_task(loaded, model, sizes, loop)
+        config, made = graph_task(usable(loaded, model, console), model, sizes, loop)
     elif links:
         config, made = predict_links(divide_features(loaded, normalise_features, console), model, sizes, loop)
     else:

@@ -293,8 +293,8 @@ def karate_club() -> NodeData:
 
 def read_data(source: str) -> NodeData | GraphData:
     """Reads a data set: "karate", an `.npz` file or folder of `.npy` files (`read_npz`), a folder with tables of edges and
-    nodes (`edge_lists.read_edge_list`), a folder that OGB has downloaded (`read_ogb_folder`), or a folder in the GIN text
-    format (`read_gin_folder`).
+    nodes (`edge_lists.read_edge_list`), a folder that OGB has downloaded (`read_ogb_folder`), a folder of a PyG data set
+    (`pyg_folders.read_pyg_folder`), or a folder in the GIN text format (`read_gin_folder`).
 
     Raises:
         ValueError: the source is none of these, or malformed; the message names the file and the place.
@@ -309,6 +309,10 @@ def read_data(source: str) -> NodeData | GraphData:
             return edge_lists.read_edge_list(path)
         if (path / "raw" / "edge.csv.gz").exists():
             return read_ogb_folder(path)
+        from tilewright.graph import pyg_folders  # imports this module
+
+        if (found := pyg_folders.pyg_folder(path)) is not None:
+            return pyg_folders.read_pyg_folder(found)
         return read_npz(path) if (path / "edge_index.npy").exists() else read_gin_folder(path)
     if not path.is_file():
         raise ValueError(f"{source}: expected {KARATE!r}, an .npz file or a folder of graphs, found no such file")

@@ -7,7 +7,7 @@ calls: tensors become descriptions, mappings of them stay mappings, and anything
 
 import pickletools
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,20 +60,54 @@ def load_tensors(path: Path) -> Any:
     Raises:
         ValueError: the file is not from `torch.save`, is damaged, or holds anything else; names the file.
     """
+
+    def contents(archive: zipfile.ZipFile, folder: str, found: Any) -> Any:
+        if isinstance(found, Mapping):
+            return {key: read(archive, folder, value) for key, value in found.items()}
+        return read(archive, folder, found)
+
+    return load(path, StackMachine(), contents)
+
+
+def load(
+    path: Path,
+    machine: "StackMachine",
+    contents: Callable[[zipfile.ZipFile, str, Any], Any],
+    most_bytes: int = MOST_BYTES,
+    expected: str = "plain tensors",
+) -> Any:
+    """Interprets the description of a file, and reads its numbers.
+
+    Args:
+        path: the file.
+        machine: machine that interprets the description.
+        contents: function `(archive, folder, description) -> result`.
+        most_bytes: maximum size of the description.
+        expected: noun for what the file should hold.
+
+    Raises:
+        ValueError: the file is not from `torch.save`, is damaged, or holds anything else; names the file.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
-            if archive.getinfo(name).file_size > MOST_BYTES:
-                raise NotATensor(f"a description of more than {MOST_BYTES:,} bytes")
-            found = described(archive.read(name))
-            folder = name.removesuffix("data.pkl")
-            if isinstance(found, Mapping):
-                return {key: read(archive, folder, value) for key, value in found.items()}
-            return read(archive, folder, found)
+            if archive.getinfo(name).file_size > most_bytes:
+                raise NotATensor(f"a description of more than {most_bytes:,} bytes")
+            return contents(archive, name.removesuffix("data.pkl"), described(archive.read(name), machine))
     except NotATensor as error:
-        raise ValueError(f"{path}: expected plain tensors, found {error}") from error
+        raise ValueError(f"{path}: expected {expected}, found {error}") from error
     except (OSError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not a readable file of torch.save: {error}") from error
+
+
+def numbers_of(archive: zipfile.ZipFile, folder: str, storage: Storage) -> zipfile.ZipInfo:
+    """Returns the file of a storage, whose numbers are little-endian and not compressed."""
+    if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
+        raise NotATensor("big-endian numbers")
+    numbers = archive.getinfo(f"{folder}data/{storage.key}")
+    if numbers.compress_type != zipfile.ZIP_STORED:
+        raise NotATensor("numbers that are compressed or out of range")
+    return numbers
 
 
 def read(archive: zipfile.ZipFile, folder: str, value: Any) -> Any:
@@ -85,10 +119,8 @@ def read(archive: zipfile.ZipFile, folder: str, value: Any) -> Any:
     steps = [prod(value.shape[n + 1 :]) for n in range(len(value.shape))]
     if any(length > 1 and stride != step for length, stride, step in zip(value.shape, value.strides, steps, strict=True)):
         raise NotATensor("a tensor that is not contiguous")
-    if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
-        raise NotATensor("big-endian numbers")
-    numbers = archive.getinfo(f"{folder}data/{value.storage.key}")
-    if numbers.compress_type != zipfile.ZIP_STORED or min(value.offset, size) < 0:
+    numbers = numbers_of(archive, folder, value.storage)
+    if min(value.offset, size) < 0:
         raise NotATensor("numbers that are compressed or out of range")
     with archive.open(numbers) as file:
         file.seek(value.offset * dtype.itemsize)
@@ -96,29 +128,8 @@ def read(archive: zipfile.ZipFile, folder: str, value: Any) -> Any:
     return np.frombuffer(content, dtype).reshape(value.shape)
 
 
-def called(function: Any, arguments: tuple[Any, ...]) -> Any:
-    """Returns the value of a call in the description."""
-    match function, arguments:
-        case Global(name), (Storage() as storage, int(offset), tuple(shape), tuple(strides), *_) if name == REBUILD:
-            return TorchTensor(storage, offset, shape, strides)
-        case Global(name), (TorchTensor() as tensor, *_) if name == PARAMETER:
-            return tensor
-        case Global(name), () if name == MAPPING:
-            return {}
-    raise NotATensor(f"a call of {function.name if isinstance(function, Global) else repr(function)}")
-
-
-def stored(persistent: Any) -> Storage:
-    """Returns a storage to which the description refers."""
-    match persistent:
-        case ("storage", Global(name), str(key), *_) if name in STORAGES:
-            return Storage(STORAGES[name], key)
-    raise NotATensor(f"numbers of the kind {persistent!r}")
-
-
-def described(text: bytes) -> Any:
+def described(text: bytes, machine: "StackMachine") -> Any:
     """Returns the object of a description."""
-    machine = StackMachine()
     for code, argument, _ in pickletools.genops(text):
         machine.step(code.name, argument)
     (result,) = machine.stack
@@ -126,12 +137,36 @@ def described(text: bytes) -> Any:
 
 
 class StackMachine:
-    """Stack machine with the instructions that descriptions of tensors need."""
+    """Stack machine with the instructions that descriptions of tensors need.
+
+    Attributes:
+        storages: dtypes by the names of torch's classes.
+    """
+
+    storages = STORAGES
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+
+    def called(self, function: Any, arguments: Any) -> Any:
+        """Returns the value of a call in the description."""
+        match function, arguments:
+            case Global(name), (Storage() as storage, int(offset), tuple(shape), tuple(strides), *_) if name == REBUILD:
+                return TorchTensor(storage, offset, shape, strides)
+            case Global(name), (TorchTensor() as tensor, *_) if name == PARAMETER:
+                return tensor
+            case Global(name), () if name == MAPPING:
+                return {}
+        raise NotATensor(f"a call of {function.name if isinstance(function, Global) else repr(function)}")
+
+    def stored(self, persistent: Any) -> Storage:
+        """Returns a storage to which the description refers."""
+        match persistent:
+            case ("storage", Global(name), str(key), *_) if name in self.storages:
+                return Storage(self.storages[name], key)
+        raise NotATensor(f"numbers of the kind {persistent!r}")
 
     def since_mark(self) -> list[Any]:
         at = self.marks.pop()
@@ -178,9 +213,9 @@ class StackMachine:
             case "REDUCE":
                 arguments = stack.pop()
                 function = stack.pop()
-                return called(function, arguments)
+                return self.called(function, arguments)
             case "BINPERSID":
-                return stored(stack.pop())
+                return self.stored(stack.pop())
             case "BINGET" | "LONG_BINGET":
                 return self.memo[argument]
             case "EMPTY_DICT" | "EMPTY_TUPLE":
