@@ -30,6 +30,18 @@ def test_no_library_is_imported_to_tell_what_there_is(argument: str):
     assert (tw.__version__ if argument == "--version" else "Usage: tilewright") in ran.stdout
 
 
+@pytest.mark.parametrize(("command", "called"), [("train --help", "[True]"), ("bench --help", "[]")])
+def test_a_training_process_keeps_freed_memory(command: str, called: str):
+    """In a process of its own, which has not imported JAX."""
+    replaced = "from tilewright.cli import main\ncalls = []\nmain.keep_freed_memory = lambda: calls.append(True)"
+    code = (
+        f"import atexit, sys\n{replaced}\natexit.register(lambda: print(calls, file=sys.stderr))\nmain.main({command.split()})"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert ran.stderr == f"{called}\n"
+
+
 def lazy_commands(parent: App) -> Iterator[tuple[App, str]]:
     """Every command that is named by where it is, with its parent."""
     for name, command in parent._commands.items():

@@ -274,7 +274,43 @@ def test_products_of_either_type_lie_either_way(dtype: Any, seed: int, sizes: tu
 
 @needs_native
 @pytest.mark.parametrize("precision", TRAINED, ids=["float32", "bfloat16"])
-@given(seeds, st.sampled_from([1, 9, 40]), st.sampled_from([(33, 5), (16, 48)]))
+@given(seeds, st.sampled_from([1, 50, 200]), st.sampled_from([7, 420]), st.sampled_from([(32, 96), (224, 32, 192), (64,)]))
+def test_joined_matrices_give_the_bits_of_concatenated_ones(
+    precision: cpu.TrainingPrecision, seed: int, rows: int, inputs: int, sizes: tuple[int, ...]
+):
+    rng = np.random.default_rng(seed)
+    x = normal(rng, rows, inputs)
+    parts = tuple(normal(rng, inputs, size) for size in sizes)
+    dy = jnp.asarray(normal(rng, rows, sum(sizes)), precision.dtype)
+
+    @jax.jit
+    def both(x: jax.Array, parts: tuple[jax.Array, ...], dy: jax.Array) -> Any:
+        found: list[Any] = [
+            jax.vjp(lambda x, parts: cpu.trained_joined(precision, x, parts), x, parts),
+            jax.vjp(lambda x, parts: cpu.trained_linear(precision, x, jnp.concatenate(parts, 1), precision.dtype), x, parts),
+        ]
+        return [(y, back(dy)) for y, back in found]
+
+    joined, concatenated = both(x, parts, dy)
+    for actual, expected in zip(jax.tree.leaves(joined), jax.tree.leaves(concatenated), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@needs_native
+def test_parts_that_a_kernel_cannot_read_are_concatenated():
+    narrow = (jnp.ones((4, 32)), jnp.ones((4, 40)))
+    assert [part.shape for part in cpu.divisible(narrow)] == [(4, 72)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="multiples of 32"):
+        cpu.matmul(jnp.ones((2, 4)), narrow)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="differ in type or rows"):
+        cpu.matmul(jnp.ones((2, 4)), (jnp.ones((4, 32)), jnp.ones((5, 32))))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="multiples of 32"):
+        cpu.weight_gradients(jnp.ones((2, 4)), jnp.ones((2, 72)), (32, 40), jnp.float32, False)
+
+
+@needs_native
+@pytest.mark.parametrize("precision", TRAINED, ids=["float32", "bfloat16"])
+@given(seeds, st.sampled_from([1, 9, 40]), st.sampled_from([(33, 5), (16, 48), (40, 64)]))
 def test_a_trained_gate_has_the_gradient_of_the_plain_one(
     precision: cpu.TrainingPrecision, seed: int, rows: int, sizes: tuple[int, int]
 ):
@@ -287,7 +323,7 @@ def test_a_trained_gate_has_the_gradient_of_the_plain_one(
 
     @jax.jit
     def both(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
-        found: Any = jax.vjp(lambda x, w: cpu.trained_gated(precision, x, w), x, w)
+        found: Any = jax.vjp(lambda x, w: cpu.trained_gated(precision, x, cpu.divisible(jnp.split(w, 2, axis=1))), x, w)
         y, back = found
         z, plain = jax.vjp(lambda x, w: reference.gated_linear(x, *jnp.split(w, 2, axis=1)), x, w)
         return (y, *back(dy.astype(y.dtype))), (z, *plain(dy))

@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 from bench_generate import machine, pin
 
+from tilewright.compiled.allocator import keep_freed_memory
+
 Step = Callable[[], float]
 """Takes one training step; its loss."""
 
@@ -38,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--matmul-dtype", nargs="+", default=["auto"], choices=["auto", "float32", "bfloat16", "xla"])
     parser.add_argument("--torch", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--compile", action="store_true", help="torch.compile beside eager torch")
+    parser.add_argument("--torch-threads", type=int, nargs="+", help="by default one, and one for each core")
     parser.add_argument(
         "--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time, for a machine with other work"
     )
@@ -168,7 +171,8 @@ def measure(args: argparse.Namespace, threads: int, folder: Path) -> dict[str, A
     sides = {f"tilewright {matmul_dtype}": own_side(args, matmul_dtype, params) for matmul_dtype in args.matmul_dtype}
     for dtype, compiled in product(args.torch, (False, True) if args.compile else (False,)):
         name = f"torch{'.compile' * compiled} {dtype}"
-        sides |= {f"{name}, threads {n}": torch_side(args, dtype, n, folder, compiled) for n in sorted({1, threads})}
+        for n in args.torch_threads or sorted({1, threads}):
+            sides[f"{name}, threads {n}"] = torch_side(args, dtype, n, folder, compiled)
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     runs = {name: partial(timed, name, step, args.batch * args.length * args.steps, clock) for name, step in sides.items()}
     times = alternate(runs, args.repetitions, warm=True)
@@ -180,7 +184,7 @@ def measure(args: argparse.Namespace, threads: int, folder: Path) -> dict[str, A
         **machine(threads),
         "instruction_set": native.kernels().isa,
         "default_products": training_operations("auto").name,
-        "shape": {k: v for k, v in vars(args).items() if k not in ("json", "matmul_dtype", "torch")},
+        "shape": {k: v for k, v in vars(args).items() if k not in ("json", "matmul_dtype", "torch", "torch_threads")},
         "parameters": count(declare(config)),
         "tokens_per_s": middle,
         "best_torch": best,
@@ -215,6 +219,7 @@ def main() -> None:
     args = arguments()
     threads = pin(args.threads)
     os.environ["JAX_PLATFORMS"] = "cpu"
+    keep_freed_memory()  # as `tilewright train` does; torch allocates from the same heap
     with tempfile.TemporaryDirectory() as folder:
         report = measure(args, threads, Path(folder))
     show(report)

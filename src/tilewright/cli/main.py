@@ -19,6 +19,7 @@ from tilewright import __version__
 from tilewright.cli.extras import EXTRAS, installation
 from tilewright.cli.platforms import leave_tpus_out, platforms_not_here
 from tilewright.cli.processes import COORDINATOR, INDEX, PROCESSES, end_together, join
+from tilewright.compiled.allocator import keep_freed_memory
 
 COMMANDS = {
     "demo": "demo:demo",
@@ -141,6 +142,8 @@ def main(arguments: list[str] | None = None) -> None:
     if sys.stdin is None:  # the caller closed standard input
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (open until the process ends)
     arguments = sys.argv[1:] if arguments is None else arguments
+    if "jax" not in sys.modules and arguments[:1] == ["train"]:
+        keep_freed_memory()
     if COORDINATOR in os.environ:
         end_together(partial(run, arguments))
     else:

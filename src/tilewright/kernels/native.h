@@ -45,17 +45,17 @@ namespace ffi = xla::ffi;
 
 namespace native {
 
-// Runs body(begin, end) over [0, items) in pieces of a multiple of `grain`, on as many threads as XLA's pool has. Runs in the calling thread alone
-// if sharing is not worth it or the helpers serve another caller.
+// Runs body(begin, end) over [0, items) in pieces of a multiple of `grain`, about `pieces` per thread, on as many threads as XLA's pool has. Runs in
+// the calling thread alone if sharing is not worth it or the helpers serve another caller.
 template <class Body>
-void share(ffi::ThreadPool& pool, int64_t items, int64_t grain, bool worth_it, const Body& body) {
+void share(ffi::ThreadPool& pool, int64_t items, int64_t grain, bool worth_it, const Body& body, int64_t pieces = 2) {
   const int64_t threads = pool.num_threads();
   if (threads < 2 || items <= grain || !worth_it) return body(0, items);
   struct Work {
     const Body& body;
     int64_t items, piece;
   };
-  const int64_t each = (items + 2 * threads - 1) / (2 * threads), piece = (each + grain - 1) / grain * grain;
+  const int64_t each = (items + pieces * threads - 1) / (pieces * threads), piece = (each + grain - 1) / grain * grain;
   const Work work{body, items, piece};
   const auto run = [](const void* given, int64_t number) {
     const Work& work = *static_cast<const Work*>(given);

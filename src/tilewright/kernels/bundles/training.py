@@ -84,7 +84,7 @@ def cpu_operations(bfloat16: bool) -> Operations:
 
     def gated_linear(x: Array, joined: Joined, norm: Norm | None = None, count: Array | None = None) -> Array:
         flat = normed(x, norm).reshape(-1, x.shape[-1])
-        y: Any = cpu.trained_gated(precision, flat, jnp.concatenate(joined.parts, axis=1))
+        y: Any = cpu.trained_gated(precision, flat, cpu.divisible(joined.parts))
         return y.reshape(*x.shape[:-1], -1)
 
     def project(
@@ -97,8 +97,9 @@ def cpu_operations(bfloat16: bool) -> Operations:
         count: Array | None = None,
     ) -> Joint:
         parts = joined.parts[first:last]
-        array = cpu.trained_linear(precision, normed(x, norm), jnp.concatenate(parts, axis=1), precision.dtype)
-        return Joint(biased(array, bias, first, last), tuple(part.shape[1] for part in parts))
+        y: Any = cpu.trained_joined(precision, normed(x, norm).reshape(-1, x.shape[-1]), cpu.divisible(parts))
+        products = y.reshape(*x.shape[:-1], -1)
+        return Joint(biased(products, bias, first, last), tuple(part.shape[1] for part in parts))
 
     def heads(projection: Joint, spec: Heads) -> tuple[Any, Any, Any]:
         return heads_xla.heads(tuple(part.astype(jnp.float32) for part in projection.split()), spec)

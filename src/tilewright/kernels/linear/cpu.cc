@@ -9,6 +9,7 @@
 
 #include <cmath>
 #include <limits>
+#include <mutex>
 #include <type_traits>
 
 namespace {
@@ -46,7 +47,14 @@ struct Call {
 
 constexpr int32_t NOWHERE = std::numeric_limits<int32_t>::max();
 
-// a @ b of two unpacked matrices, each float32 or bfloat16, and possibly stored transposed.
+// A matrix [rows, size] among several that are side by side.
+struct Part {
+  void* data;
+  int64_t size;
+};
+
+// a @ b of two unpacked matrices, each float32 or bfloat16, and possibly stored transposed. Instead of b, or of the result, there can be several
+// matrices that are side by side as stored.
 struct Product {
   int64_t m, n, k;            // rows, columns, inputs
   const void *a, *b;
@@ -56,6 +64,8 @@ struct Product {
   const void* add;            // [m, n] in the result's type, or null
   void* out;                  // [m, n]
   bool narrow_out;            // whether out is bfloat16
+  std::vector<Part> b_parts;  // if there are several, with sizes that are multiples of 32
+  std::vector<Part> out_parts;
 };
 
 // Gate and up values side by side in rows of 2 n.
@@ -66,6 +76,7 @@ struct Gate {
   void* out;        // [rows, n]; with a gradient, the shape of x
 };
 
+constexpr int64_t LARGE = 1 << 24;  // multiply-adds of a matmul that is worth waiting for all threads
 constexpr int64_t GRAIN = 2;  // panels that stay together in one thread: with 4, the 36 panels of a small matrix divide into three pieces
 
 inline Best* best_of(const Call& call, int64_t begin, int64_t row) { return call.best + begin / call.piece * call.m + row; }
@@ -448,6 +459,11 @@ ffi::Error TopK(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::A
   return ffi::Error::Success();
 }
 
+// The parts of a matrix, or the matrix itself.
+std::vector<Part> parts_of(const std::vector<Part>& parts, const void* whole, int64_t size) {
+  return parts.size() > 1 ? parts : std::vector<Part>{{const_cast<void*>(whole), size}};
+}
+
 // Matmul by dot products of bfloat16 pairs, with both operands packed as a whole.
 void multiply_pairs(ffi::ThreadPool& pool, const Product& product) {
   Call call{};
@@ -461,21 +477,35 @@ void multiply_pairs(ffi::ThreadPool& pool, const Product& product) {
   auto* panels = static_cast<uint16_t*>(native::scratch<4>(call.panels * call.panel_size * 2 + 64));
   call.w = panels;
   const Kernel kernel = kernel_for(BFLOAT16);
-  const bool worth_it = call.panels * call.panel_size >= (1 << 16);
-  native::share(pool, call.panels, 1, worth_it, [&](int64_t begin, int64_t end) { kernel.pack(call, product, panels, begin, end); });
+  int64_t first = 0;
+  for (const Part& part : parts_of(product.b_parts, product.b, product.b_transposed ? product.k : product.n)) {
+    Call some = call;
+    Product source = product;
+    source.b = part.data;
+    if (product.b_parts.size() > 1) (product.b_transposed ? some.k = some.k_padded = part.size : some.n = part.size);
+    const int64_t count = (some.n + 15) / 16;
+    uint16_t* to = panels + (product.b_transposed ? first * 16 : first / 16 * call.panel_size);
+    native::share(pool, count, 1, count * some.k_padded >= (1 << 12), [&](int64_t begin, int64_t end) { kernel.pack(some, source, to, begin, end); });
+    first += part.size;
+  }
   call.rows = const_cast<void*>(call.x);
   if (product.a_transposed || !product.a_narrow || call.k != call.k_padded) {
     call.rows = native::scratch<1>(call.m * call.k_padded * 2 + 64);
     const Body prepare = product.a_transposed ? kernel.prepare_transposed : kernel.prepare;
     native::share(pool, call.m, 16, call.m * call.k >= (1 << 16), [&](int64_t begin, int64_t end) { prepare(call, begin, end); });
   }
-  run_blocks(pool, call, kernel);
+  for (const Part& part : parts_of(product.out_parts, product.out, product.n)) {
+    call.n = part.size, call.panels = (call.n + 15) / 16, call.out = part.data;
+    run_blocks(pool, call, kernel);
+    call.w = static_cast<const uint16_t*>(call.w) + call.panels * call.panel_size;
+  }
 }
 
 // Matmul in float32, some hundred inputs at a time: their panels stay in the L1 cache one after the other, and are still in the L3 cache for the
 // next rows.
 void multiply(ffi::ThreadPool& pool, const Product& product) {
   constexpr int64_t INPUTS = 384, ROWS = 12;  // ROWS: a multiple of every instruction set's tile
+  constexpr int64_t PIECES = 4;               // per thread: with fewer, a thread waits longer for the last one
   const int64_t blocks = product.narrow_out ? 1 : std::max<int64_t>(1, (product.k + INPUTS - 1) / INPUTS);
   const int64_t each = (product.k + blocks - 1) / blocks, panels = (product.n + 15) / 16;
   auto* packed = static_cast<float*>(native::scratch<4>(panels * 16 * each * sizeof(float) + 64));
@@ -485,24 +515,59 @@ void multiply(ffi::ThreadPool& pool, const Product& product) {
     const int64_t count = std::min(each, product.k - first);
     native::share(pool, panels, 1, panels * count >= (1 << 12), [&](int64_t begin, int64_t end) { pack(product, first, count, begin, end, packed); });
     native::share(pool, product.m, ROWS, product.m * product.n * count >= (1 << 18),
-                  [&](int64_t begin, int64_t end) { run(product, first, count, begin, end, packed); });
+                  [&](int64_t begin, int64_t end) { run(product, first, count, begin, end, packed); }, PIECES);
     if (count == 0) return;
   }
 }
 
-ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer add, ffi::Result<ffi::AnyBuffer> y, bool a_transposed,
-                  bool b_transposed, bool bfloat16) {
+// Appends a matrix to parts of `type` with `rows` rows. Returns false if it does not fit.
+bool append(std::vector<Part>& parts, const ffi::AnyBuffer& x, ffi::DataType type, int64_t rows) {
+  if (x.element_type() != type || x.dimensions().size() != 2 || x.dimensions()[0] != rows) return false;
+  parts.push_back({x.untyped_data(), x.dimensions()[1]});
+  return true;
+}
+
+// Returns the sum of the parts' sizes, or -1 if one of several is no multiple of 32.
+int64_t total(const std::vector<Part>& parts) {
+  int64_t sum = 0;
+  for (const Part& part : parts) {
+    if (parts.size() > 1 && part.size % 32 != 0) return -1;
+    sum += part.size;
+  }
+  return sum;
+}
+
+ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer add, ffi::RemainingArgs more_b, ffi::Result<ffi::AnyBuffer> y,
+                  ffi::RemainingRets more_y, bool a_transposed, bool b_transposed, bool bfloat16) {
   const auto left = a.dimensions(), right = b.dimensions(), out = y->dimensions();
-  if (left.size() != 2 || right.size() != 2 || out.size() != 2) return ffi::Error::InvalidArgument("tilewright_matmul: expected matrices");
+  const auto unfit = [](const char* what) { return ffi::Error::InvalidArgument(std::string("tilewright_matmul: ") + what); };
+  if (left.size() != 2 || right.size() != 2 || out.size() != 2) return unfit("expected matrices");
   if (!is_float(a) || !is_float(b) || !is_float(*y) || add.element_type() != y->element_type())
-    return ffi::Error::InvalidArgument("tilewright_matmul: expected matrices in float32 or bfloat16, and what is added like the result");
-  Product product{left[a_transposed ? 1 : 0], right[b_transposed ? 0 : 1], left[a_transposed ? 0 : 1], a.untyped_data(), b.untyped_data(),
-                  a.element_type() == ffi::BF16, b.element_type() == ffi::BF16, a_transposed, b_transposed, bfloat16,
-                  add.element_count() == 0 ? nullptr : add.untyped_data(), y->untyped_data(), y->element_type() == ffi::BF16};
-  if (right[b_transposed ? 1 : 0] != product.k || out[0] != product.m || out[1] != product.n ||
-      (add.element_count() != 0 && add.element_count() != y->element_count()))
-    return ffi::Error::InvalidArgument("tilewright_matmul: shapes do not fit");
-  if (y->element_count() == 0) return ffi::Error::Success();
+    return unfit("expected matrices in float32 or bfloat16, and what is added like the result");
+  std::vector<Part> b_parts, out_parts;
+  append(b_parts, b, b.element_type(), right[0]);
+  append(out_parts, *y, y->element_type(), out[0]);
+  for (size_t i = 0; i < more_b.size(); ++i) {
+    const auto part = more_b.get<ffi::AnyBuffer>(i);
+    if (!part.has_value() || !append(b_parts, *part, b.element_type(), right[0])) return unfit("parts of a matrix differ in type or rows");
+  }
+  for (size_t i = 0; i < more_y.size(); ++i) {
+    auto part = more_y.get<ffi::AnyBuffer>(i);
+    if (!part.has_value() || !append(out_parts, **part, y->element_type(), out[0])) return unfit("parts of the result differ in type or rows");
+  }
+  const int64_t columns = total(b_parts), outputs = total(out_parts);
+  const Product product{left[a_transposed ? 1 : 0], b_transposed ? right[0] : columns, left[a_transposed ? 0 : 1], a.untyped_data(), b.untyped_data(),
+                        a.element_type() == ffi::BF16, b.element_type() == ffi::BF16, a_transposed, b_transposed, bfloat16,
+                        add.element_count() == 0 ? nullptr : add.untyped_data(), y->untyped_data(), y->element_type() == ffi::BF16, b_parts, out_parts};
+  if (columns < 0 || outputs < 0) return unfit("expected parts whose columns are multiples of 32");
+  if ((b_transposed ? columns : right[0]) != product.k || out[0] != product.m || outputs != product.n ||
+      (add.element_count() != 0 && (add.element_count() != y->element_count() || out_parts.size() > 1)))
+    return unfit("shapes do not fit");
+  if (product.m == 0 || product.n == 0) return ffi::Error::Success();
+  // XLA runs independent products at the same time. One after the other, each on all threads, they share no caches and leave no thread idle.
+  static std::mutex one_at_a_time;
+  std::unique_lock<std::mutex> lock(one_at_a_time, std::defer_lock);
+  if (product.m * product.n >= LARGE / std::max<int64_t>(product.k, 1)) lock.lock();
   bfloat16 && kernel_for(BFLOAT16).pack != nullptr ? multiply_pairs(pool, product) : multiply(pool, product);
   return ffi::Error::Success();
 }
@@ -550,7 +615,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightMatmul, Matmul,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
+                                  .RemainingRets()
                                   .Attr<bool>("a_transposed")
                                   .Attr<bool>("b_transposed")
                                   .Attr<bool>("bfloat16"));

@@ -28,6 +28,8 @@ from tilewright.kernels.operations import Joined, Norm, Transposed
 
 LANES = 16
 """Outputs per panel."""
+PART = 32
+"""Columns of joined unpacked matrices are multiples of this."""
 
 Format = Literal["float32", "bfloat16"] | BlockFormat
 STEP: dict[str, int] = {"float32": 1, "bfloat16": 2}
@@ -437,7 +439,7 @@ def head_top_k(
 
 def matmul(
     a: Float[Array, "..."],
-    b: Float[Array, "..."],
+    b: Float[Array, "..."] | Sequence[Array],
     *,
     a_transposed: bool = False,
     b_transposed: bool = False,
@@ -448,12 +450,24 @@ def matmul(
     """Computes `a @ b + add` with float32 sums, for float32 or bfloat16 matrices that may be stored transposed.
 
     Args:
+        b: the matrix, or several that are side by side as stored, with columns in multiples of `PART`.
         bfloat16: round float32 operands to bfloat16 first, to use the CPU's bfloat16 instructions if it has them.
     """
-    dtype = jnp.dtype(out_dtype)
-    out = jax.ShapeDtypeStruct((a.shape[1 if a_transposed else 0], b.shape[0 if b_transposed else 1]), dtype)
+    parts = tuple(b) if isinstance(b, Sequence) else (b,)
+    columns = parts[0].shape[0] if b_transposed else sum(part.shape[1] for part in parts)
+    out = jax.ShapeDtypeStruct((a.shape[1 if a_transposed else 0], columns), jnp.dtype(out_dtype))
     call = jax.ffi.ffi_call("tilewright_matmul", out)
-    return call(a, b, or_empty(add, dtype), a_transposed=a_transposed, b_transposed=b_transposed, bfloat16=bfloat16)
+    operands = (a, parts[0], or_empty(add, out.dtype), *parts[1:])
+    return call(*operands, a_transposed=a_transposed, b_transposed=b_transposed, bfloat16=bfloat16)
+
+
+def weight_gradients(
+    x: Float[Array, "M I"], dy: Float[Array, "M _"], sizes: Sequence[int], dtype: DTypeLike, bfloat16: bool
+) -> tuple[Float[Array, "I _"], ...]:
+    """Computes `x.T @ dy` as several matrices of `sizes` columns, multiples of `PART`; see `matmul`."""
+    outs = [jax.ShapeDtypeStruct((x.shape[1], size), jnp.dtype(dtype)) for size in sizes]
+    call = jax.ffi.ffi_call("tilewright_matmul", outs)
+    return tuple(call(x, dy, or_empty(None, dtype), a_transposed=True, b_transposed=False, bfloat16=bfloat16))
 
 
 class TrainingPrecision(NamedTuple):
@@ -517,6 +531,34 @@ def trained_linear(
     return y.reshape(*x.shape[:-1], -1)
 
 
+def divisible(parts: Sequence[Array]) -> Sequence[Array]:
+    """Returns joined matrices as `trained_joined` accepts them: concatenated if columns are no multiples of `PART`."""
+    if all(part.shape[1] % PART == 0 and part.dtype == parts[0].dtype for part in parts):
+        return tuple(parts)
+    return (jnp.concatenate(parts, axis=1),)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def trained_joined(
+    precision: TrainingPrecision, x: Float[Array, "M I"], parts: tuple[Float[Array, "I _"], ...]
+) -> Float[Array, "M _"]:
+    """Computes the products with joined matrices (see `divisible`) side by side, without a copy of the matrices."""
+    return matmul(x, parts, out_dtype=precision.dtype, bfloat16=precision.bfloat16)
+
+
+def joined_forward(precision: TrainingPrecision, x: Array, parts: tuple[Array, ...]) -> tuple[Array, Any]:
+    return trained_joined(precision, x, parts), (x, parts)
+
+
+def joined_backward(precision: TrainingPrecision, residuals: Any, dy: Float[Array, "M _"]) -> tuple[Array, tuple[Array, ...]]:
+    x, parts = residuals
+    dx = matmul(dy, parts, b_transposed=True, out_dtype=x.dtype, bfloat16=precision.bfloat16)
+    return dx, weight_gradients(x, dy, [part.shape[1] for part in parts], parts[0].dtype, precision.bfloat16)
+
+
+trained_joined.defvjp(joined_forward, joined_backward)
+
+
 def gate(x: Float[Array, "M O2"], cotangent: Float[Array, "M O"] | None = None) -> Float[Array, "M _"]:
     """Computes `silu(g) * u` for rows of g and u side by side; with a cotangent, the gradient of `x` instead."""
     width = x.shape[1] // 2 if cotangent is None else x.shape[1]
@@ -525,23 +567,21 @@ def gate(x: Float[Array, "M O2"], cotangent: Float[Array, "M O"] | None = None) 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def trained_gated(precision: TrainingPrecision, x: Float[Array, "M I"], w: Float[Array, "I O2"]) -> Float[Array, "M O"]:
-    """Computes `silu(x @ gate) * (x @ up)`, with gate and up side by side in `w`."""
-    return gated_forward(precision, x, w)[0]
+def trained_gated(
+    precision: TrainingPrecision, x: Float[Array, "M I"], parts: tuple[Float[Array, "I _"], ...]
+) -> Float[Array, "M O"]:
+    """Computes `silu(x @ gate) * (x @ up)`, with gate and up joined; see `trained_joined`."""
+    return gated_forward(precision, x, parts)[0]
 
 
-def gated_forward(precision: TrainingPrecision, x: Array, w: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    both = matmul(x, w, out_dtype=precision.dtype, bfloat16=precision.bfloat16)
-    return gate(both), (x, w, both)
+def gated_forward(precision: TrainingPrecision, x: Array, parts: tuple[Array, ...]) -> tuple[Array, Any]:
+    both, residuals = joined_forward(precision, x, parts)
+    return gate(both), (residuals, both)
 
 
-def gated_backward(
-    precision: TrainingPrecision, residuals: tuple[Array, Array, Array], dy: Float[Array, "M O"]
-) -> tuple[Array, Array]:
-    x, w, both = residuals
-    dboth = gate(both, dy)
-    dx = matmul(dboth, w, b_transposed=True, out_dtype=x.dtype, bfloat16=precision.bfloat16)
-    return dx, matmul(x, dboth, a_transposed=True, out_dtype=w.dtype, bfloat16=precision.bfloat16)
+def gated_backward(precision: TrainingPrecision, residuals: Any, dy: Float[Array, "M O"]) -> tuple[Array, tuple[Array, ...]]:
+    joined, both = residuals
+    return joined_backward(precision, joined, gate(both, dy))
 
 
 trained_gated.defvjp(gated_forward, gated_backward)
