@@ -30,7 +30,7 @@ def test_no_library_is_imported_to_tell_what_there_is(argument: str):
     assert (tw.__version__ if argument == "--version" else "Usage: tilewright") in ran.stdout
 
 
-@pytest.mark.parametrize(("command", "called"), [("train --help", "[True]"), ("bench --help", "[]")])
+@pytest.mark.parametrize(("command", "called"), [("train lm --help", "[True]"), ("train gnn --help", "[]"), ("bench --help", "[]")])
 def test_a_training_process_keeps_freed_memory(command: str, called: str):
     """In a process of its own, which has not imported JAX."""
     replaced = "from tilewright.cli import main\ncalls = []\nmain.keep_freed_memory = lambda: calls.append(True)"

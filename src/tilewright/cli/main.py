@@ -142,8 +142,8 @@ def main(arguments: list[str] | None = None) -> None:
     if sys.stdin is None:  # the caller closed standard input
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (open until the process ends)
     arguments = sys.argv[1:] if arguments is None else arguments
-    if "jax" not in sys.modules and arguments[:1] == ["train"]:
-        keep_freed_memory()
+    if "jax" not in sys.modules and arguments[:1] == ["train"] and arguments[1:2] != ["gnn"]:
+        keep_freed_memory()  # reading large graphs would keep several times what training needs
     if COORDINATOR in os.environ:
         end_together(partial(run, arguments))
     else:

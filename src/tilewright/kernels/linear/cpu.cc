@@ -564,11 +564,15 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi:
       (add.element_count() != 0 && (add.element_count() != y->element_count() || out_parts.size() > 1)))
     return unfit("shapes do not fit");
   if (product.m == 0 || product.n == 0) return ffi::Error::Success();
-  // XLA runs independent products at the same time. One after the other, each on all threads, they share no caches and leave no thread idle.
+  if (bfloat16 && kernel_for(BFLOAT16).pack != nullptr) {
+    multiply_pairs(pool, product);  // on the pool's threads, which a lock would put to sleep
+    return ffi::Error::Success();
+  }
+  // XLA runs independent products at the same time. One after the other, each on all helpers, they share no caches and leave no thread idle.
   static std::mutex one_at_a_time;
   std::unique_lock<std::mutex> lock(one_at_a_time, std::defer_lock);
   if (product.m * product.n >= LARGE / std::max<int64_t>(product.k, 1)) lock.lock();
-  bfloat16 && kernel_for(BFLOAT16).pack != nullptr ? multiply_pairs(pool, product) : multiply(pool, product);
+  multiply(pool, product);
   return ffi::Error::Success();
 }
 
