@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from tilewright.compiled.timing import spread
 app = App(help=__doc__)
 FEATURES, CLASSES, HIDDEN, HEADS = 128, 40, 128, 8
 WAYS = {"sage": ("tilewright", "pyg csr", "pyg edge_index"), "gatv2": ("tilewright", "pyg edge_index")}
+BEFORE = "tilewright before"
 
 
 def arrays(graph: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
@@ -114,11 +116,11 @@ def turn(model: str, way: str, graph: str, epochs: int) -> None:
 
     Args:
         model: "sage" or "gatv2".
-        way: a name of `WAYS`.
+        way: a name of `WAYS`, or `BEFORE`.
         graph: see the module.
         epochs: epochs to time, after two others.
     """
-    epoch = ours(model, graph) if way == "tilewright" else theirs(model, graph, way == "pyg csr")
+    epoch = ours(model, graph) if way in ("tilewright", BEFORE) else theirs(model, graph, way == "pyg csr")
     first = [epoch() for _ in range(2)]
     seconds = []
     for _ in range(epochs):
@@ -138,6 +140,7 @@ def compare(
     models: tuple[str, ...] = ("sage", "gatv2"),
     repetitions: int = 5,
     epochs: int = 3,
+    before: Path | None = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compares all ways in turns.
@@ -147,18 +150,24 @@ def compare(
         models: "sage" and "gatv2".
         repetitions: processes of each way.
         epochs: epochs that a process times; their median counts.
+        before: another checkout of Tilewright, a further way.
     """
     console = human_console(json_file)
     record: dict[str, Any] = {"graph": graph, "chip": chip_name(), "cores": cores(), "ways": {}}
     for model in models:
-        results: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS[model]}
+        ways = (*WAYS[model], *([] if before is None else [BEFORE]))
+        results: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for n in range(repetitions):
-            for way in WAYS[model] if n % 2 == 0 else reversed(WAYS[model]):
+            for way in ways if n % 2 == 0 else reversed(ways):
+                environment = dict(os.environ)
+                if way == BEFORE:
+                    environment["PYTHONPATH"] = f"{before}/src"
                 command = [sys.executable, __file__, "turn", model, way, graph, str(epochs)]
-                done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+                done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
                 if done.returncode:
                     raise RuntimeError(f"{model}, {way} failed: {done.stderr[-2000:]}")
                 results[way].append(json.loads(done.stdout.splitlines()[-1]))
+                console.print(f"{model}, {way}: {done.stdout.splitlines()[-1]}", markup=False)
         base = [each["seconds"] for each in results["tilewright"]]
         for way, each in results.items():
             seconds = spread([one["seconds"] for one in each])

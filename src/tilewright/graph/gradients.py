@@ -316,7 +316,7 @@ class SlotGraph:
         for stage in plan.stages[:-1]:
             values, end = self.stored_stage(plan, stage, operands), stage.end
             assert end is not None, "only the last stage ends the function"
-            known = self.softmax(values) if end.rate is None else self.dropout(values, end.rate, end.key)
+            known = self.softmax(values) if end.rate is None else self.dropout(values, end.rate, stage.key)
             operands.append(tiles.Operand(known, "slots"))
         return plan.stages[-1], operands
 

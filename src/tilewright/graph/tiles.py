@@ -276,20 +276,36 @@ class Stage:
     """Part of a message function up to a softmax or dropout, or its end, for the slots of a tile.
 
     Attributes:
-        jaxpr: program from the operands' values, then those of earlier stages, to the result. Its constants are arrays that the
-            function closes over.
+        jaxpr: program from the operands' values, then those of earlier stages, to the result, and to the key of a dropout that
+            follows. Its constants are arrays that the function closes over.
         used: mask of the values that the result depends on.
         end: how the stage ends; None for the function's end.
+        size: slots of the traced tile.
+        retrace: traces the stage for a tile of another size, with the same constants.
     """
 
     jaxpr: Any
     used: tuple[bool, ...]
     end: Barrier | None
+    size: int
+    retrace: Callable[[int], "Stage"]
+
+    def evaluate(self, values: Sequence[Array], closed: Sequence[Array]) -> Array:
+        """Evaluates the stage for values of a tile of any size."""
+        size = values[0].shape[0]
+        program = self.jaxpr if size == self.size else self.retrace(size).jaxpr
+        return core.jaxpr_as_fun(core.ClosedJaxpr(program.jaxpr, list(closed)))(*values)[0]
+
+    @property
+    def key(self) -> Array:
+        """Key of the dropout that ends the stage, which depends on no value of a slot."""
+        values = [jnp.zeros(each.shape, each.dtype) for each in self.jaxpr.in_avals]
+        return core.jaxpr_as_fun(self.jaxpr)(*values)[1]
 
     @property
     def shape(self) -> jax.ShapeDtypeStruct:
         """Shape of the result for a tile."""
-        (found,) = self.jaxpr.out_avals
+        found = self.jaxpr.out_avals[0]
         return jax.ShapeDtypeStruct(found.shape, found.dtype)
 
     @property
@@ -305,24 +321,36 @@ def trace_stage(function: Callable[..., Array], operands: Mapping[str, Any], kno
     ended: list[Barrier] = []
     named = [name for name, value in operands.items() if isinstance(value, Operand)]
 
-    def stage(*values: Array) -> Array:
+    def stage(*values: Array) -> tuple[Array, ...]:
         index = StageIndex(values[len(named) :])
         given = {name: index if value == "index" else None for name, value in operands.items() if name not in named}
         try:
-            return function(**given, **dict(zip(named, values, strict=False)))
+            return (function(**given, **dict(zip(named, values, strict=False))),)
         except Barrier as barrier:
             ended.append(barrier)
-            return barrier.values
+            return (barrier.values,) if barrier.key is None else (barrier.values, barrier.key)
 
     values = [operands[name].value for name in named]
     shapes = [jax.ShapeDtypeStruct((size, *value.shape[1:]), value.dtype) for value in (*values, *known)]
     jaxpr = jax.make_jaxpr(stage)(*shapes)
     program = jaxpr.jaxpr
-    needed = {variable for variable in program.outvars if not isinstance(variable, core.Literal)}
+    used = depends_on(program, program.outvars[0])
+    if len(program.outvars) == 2 and any(depends_on(program, program.outvars[1])):
+        raise Untiled("a key that depends on values of edges")
+
+    def retrace(size: int) -> Stage:
+        return trace_stage(function, operands, known, size)
+
+    return Stage(jaxpr, used, ended[0] if ended else None, size, retrace)
+
+
+def depends_on(program: Any, result: Any) -> tuple[bool, ...]:
+    """Returns the mask of a program's arguments that a result depends on."""
+    needed = set() if isinstance(result, core.Literal) else {result}
     for equation in reversed(program.eqns):
         if any(variable in needed for variable in equation.outvars):
             needed.update(variable for variable in equation.invars if not isinstance(variable, core.Literal))
-    return Stage(jaxpr, tuple(variable in needed for variable in program.invars), ended[0] if ended else None)
+    return tuple(variable in needed for variable in program.invars)
 
 
 def joins_slots(program: Any, size: int) -> bool:
@@ -416,21 +444,23 @@ def stage_results(
     """
     arrays, shape = jax.tree.flatten((forward, backward))
     places = [place for _, place in operands]
-    empty = [jnp.zeros((size, *value.shape[1:]), value.dtype) for value, _ in operands]
 
-    def evaluate(gathered: Sequence[Array | None], closed: Sequence[Array]) -> tuple[Array, ...]:
+    def evaluate(gathered: Sequence[Array], closed: Sequence[Array]) -> tuple[Array, ...]:
         """Returns the result, or the values to sum."""
-        given = [other if value is None else value for value, other in zip(gathered, empty, strict=True)]
-        (result,) = core.jaxpr_as_fun(core.ClosedJaxpr(stage.jaxpr.jaxpr, list(closed)))(*given)
+        result = stage.evaluate(gathered, closed)
         if not sums:
             return (result,)
         return tuple((result if kind == "sum" else result * result).astype(jnp.float32) for kind in sums)
 
-    def gather(values: Sequence[Array], tile: Tile) -> list[Array | None]:
+    def gather(values: Sequence[Array], tile: Tile) -> list[Array]:
+        """Gathers the values of a tile; zeros for those that have no effect."""
+        size = tile.rows.shape[0]
         by_slot = iter(tile.slots)
         ends = {"sources": tile.sources, "rows": tile.rows, "edges": tile.edges}
         return [
-            (next(by_slot) if place == "slots" else take(value, ends[place])) if used else None
+            (next(by_slot) if place == "slots" else take(value, ends[place]))
+            if used
+            else jnp.zeros((size, *value.shape[1:]), value.dtype)
             for value, place, used in zip(values, places, stage.used, strict=True)
         ]
 
@@ -467,7 +497,7 @@ def stage_results(
             jnp.zeros(each.shape, each.dtype) if isinstance(each, zero) else each for each in (gradients if sums else [gradients])
         ]
 
-        def pull(gathered: list[Array | None], which: list[int], free: list[int], due: list[Array], valid: Array) -> Any:
+        def pull(gathered: list[Array], which: list[int], free: list[int], due: list[Array], valid: Array) -> Any:
             """Returns the gradients of the gathered values `which` and the closed-over arrays `free`."""
 
             def function(some: list[Any], arrays: list[Array]) -> tuple[Array, ...]:
