@@ -11,7 +11,7 @@ names what it needs by its parameters:
 | `index` | the edges grouped by destination, for `softmax` |
 
 All arrays of a function have one row per edge and, depending on the table's layout, rows of padding, which repeat an edge and
-have no effect. No gradient scatters.
+have no effect. No gradient scatters. Functions of many edges run in tiles, see `tiles`.
 
 Legend: N nodes, M sources, E edges, S rows of edges with padding, F features, H heads.
 """
