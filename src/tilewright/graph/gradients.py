@@ -308,7 +308,7 @@ class SlotGraph:
 
     def plan(self, function: Callable[..., Array], operands: Mapping[str, Any]) -> tiles.Plan | None:
         """Divides a message function into stages for tiles; see `tiles.plan`."""
-        return tiles.plan(function, operands, self.num_slots)
+        return tiles.plan(function, operands, self.num_slots) if isinstance(self.forward, tiles.LAYOUTS) else None
 
     def last_stage(self, plan: tiles.Plan) -> tuple[tiles.Stage, list[tiles.Operand]]:
         """Evaluates all stages of a plan but the last. Returns the last one and its values."""

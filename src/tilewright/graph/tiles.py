@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Bool, Int32
 
 from tilewright.graph import rows as row_layouts
 from tilewright.graph.rows import Bucket, BucketRows, CsrRows, Rows, Slots, take
@@ -27,7 +27,9 @@ from tilewright.kernels import select
 Place = Literal["sources", "rows", "edges", "slots"]
 """Array that a value of a slot comes from: of its source, its node, the caller's edge, or the slot list itself."""
 Sums = Literal["sum", "squares"]
-"""Reductions in tiles. A maximum or minimum is none: its gradient compares messages with the extreme, so that they are stored."""
+"""Reductions in tiles. A maximum or minimum is none: its gradient compares messages with it, so that they are stored."""
+LAYOUTS: tuple[type, ...] = (CsrRows,)
+"""Layouts whose messages run in tiles. Those of padded rows, which TPUs use, are stored: tiles are not measured there."""
 JOINT = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "sort": "dimension"}
 """Primitives along one dim, and the parameter that names the dim."""
 
@@ -150,9 +152,7 @@ def fold_csr(rows: CsrRows, size: int, function: Callable[[Tile], Results], slot
         )
 
     _, out = jax.lax.while_loop(lambda state: state[0] < end, step, (jnp.int32(0), Results(stored, sums, totals)))
-    reduced = tuple(
-        each.reshape(nodes, *like.shape[1:]) for each, like in zip(out.reduced, shapes.reduced, strict=True)
-    )
+    reduced = tuple(each.reshape(nodes, *like.shape[1:]) for each, like in zip(out.reduced, shapes.reduced, strict=True))
     return tuple((each,) for each in out.stored), reduced, out.totals
 
 
@@ -183,7 +183,9 @@ def fold_bucket(
         ends = [
             jnp.where(filled.ravel(), values, other)
             for values, other in zip(
-                (jnp.broadcast_to(nodes[:, None], (height, width)).ravel(), part(bucket.sources), part(edges)), spare, strict=True
+                (jnp.broadcast_to(nodes[:, None], (height, width)).ravel(), part(bucket.sources), part(edges)),
+                spare,
+                strict=True,
             )
         ]
         fresh = (start + jnp.arange(height, dtype=jnp.int32) >= begin)[:, None]
@@ -492,9 +494,10 @@ def stage_results(
     def compute_backward(saved: Any, gradients: Any) -> tuple[None, Any, Any]:
         arrays, values, closed, wanted = saved
         ahead, back = shape.unflatten(arrays)
-        zero = jax.custom_derivatives.SymbolicZero
+        zero: Any = jax.custom_derivatives.SymbolicZero
         given = [
-            jnp.zeros(each.shape, each.dtype) if isinstance(each, zero) else each for each in (gradients if sums else [gradients])
+            jnp.zeros(each.shape, each.dtype) if isinstance(each, zero) else each
+            for each in (gradients if sums else [gradients])
         ]
 
         def pull(gathered: list[Array], which: list[int], free: list[int], due: list[Array], valid: Array) -> Any:
@@ -547,7 +550,9 @@ def stage_results(
                     rows=tile.sources,
                     sources=tile.rows,
                     slots=tuple(
-                        take(v, here) for v, place, used in zip(values, places, stage.used, strict=True) if used and place == "slots"
+                        take(v, here)
+                        for v, place, used in zip(values, places, stage.used, strict=True)
+                        if used and place == "slots"
                     ),
                 )
                 due = [take(each, turned.rows) for each in given] if sums else [take(given[0], here)]
