@@ -200,6 +200,7 @@ def test_the_next_round_of_the_hosts_masks_is_sent_before_tokens_are_handed_out(
 ):
     """What a dispatch that fails leaves is neither lost nor taken in twice."""
     asks = [GenerateRequest([1, 2, 3], Sampling(n, 1.0, seed=n), constraint=Dance(least=40)) for n in (24, 30)]
+    want = [plain(lm, ask) for ask in asks]
     run = engine.runner.run
     rounds = list[str]()
     waiting = list[int]()
@@ -225,7 +226,7 @@ def test_the_next_round_of_the_hosts_masks_is_sent_before_tokens_are_handed_out(
         engine.submit(ask, each)
     while engine.step():
         pass
-    assert [each.tokens for each in listeners] == [plain(lm, ask) for ask in asks]
+    assert [each.tokens for each in listeners] == want
     assert waiting.count(1) > len(waiting) // 2
     assert (engine.stats().preemptions > 0) == fails
     check_empty(engine)

@@ -59,6 +59,15 @@ def test_negative_pairs_have_no_edge(nodes: int, seed: int):
         draw_negatives(np.sort(pair_keys(every, nodes)), nodes, 1, rng)
 
 
+def test_the_one_free_pair_of_many_is_found():
+    """Draws at random would need 90,000 attempts for each."""
+    keys = np.array([key for key in range(300 * 300) if key // 300 != key % 300 and key != 2103])
+    found = draw_negatives(keys, 300, 50, np.random.default_rng(0))
+    assert found.T.tolist() == [[7, 3]] * 50
+    with pytest.raises(ValueError, match="found edges between all 1 nodes"):
+        draw_negatives(keys[:0], 1, 1, np.random.default_rng(0))
+
+
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=9), st.lists(st.integers(0, 5), min_size=1, max_size=9))
 def test_the_area_is_the_share_of_ordered_pairs(positive: list[int], negative: list[int]):
     wanted = np.mean([(a > b) + (a == b) / 2 for a in positive for b in negative])

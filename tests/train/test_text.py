@@ -4,8 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tilewright.train.drafter import DFlashOptions, train_drafter
+from tilewright.train.text import rate
 from train.support import DRAFTER, TARGET, counting_stream, options, silent, target_params
 
 
@@ -31,3 +33,11 @@ def test_other_runs_must_agree_in_their_steps():
     plateau = options(schedule="wsd", steps=8)
     assert plateau.run_fingerprint() == replace(plateau, steps=9, cooldown=0.0).run_fingerprint()
     assert plateau.run_fingerprint() != replace(plateau, learning_rate=1.0).run_fingerprint()
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_the_first_step_has_the_peak_rate_without_a_warm_up(schedule: str):
+    chosen = options(schedule=schedule, steps=20, warmup=0.0, cooldown=0.5)
+    assert rate(chosen, 0.25)(0) == 0.25
+    warmed = rate(replace(chosen, warmup=0.2), 0.25)
+    assert [float(warmed(step)) for step in range(5)] == [0.0, 0.0625, 0.125, 0.1875, 0.25]

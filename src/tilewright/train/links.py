@@ -74,9 +74,12 @@ def draw_negatives(keys: Int64[np.ndarray, " K"], nodes: int, size: int, rng: np
     Raises:
         ValueError: all pairs have an edge.
     """
-    loops = int((keys // nodes == keys % nodes).sum())
-    if size and len(np.unique(keys)) - loops >= nodes * (nodes - 1):
-        raise ValueError(f"expected pairs of nodes without an edge, found edges between all {nodes} nodes")
+    if 2 * len(keys) >= nodes * (nodes - 1):  # a dense graph has few free pairs, which draws would miss
+        free = np.setdiff1d(np.arange(nodes * nodes), keys)
+        free = free[free // nodes != free % nodes]
+        if size and not len(free):
+            raise ValueError(f"expected pairs of nodes without an edge, found edges between all {nodes} nodes")
+        return np.stack(np.divmod(rng.choice(free, size), nodes)).astype(np.int32) if size else np.zeros((2, 0), np.int32)
     found = np.zeros((2, 0), np.int32)
     while found.shape[1] < size:
         drawn = rng.integers(0, nodes, (2, size), np.int32)

@@ -36,7 +36,7 @@ class TextOptions(TrainOptions):
         learning_rate: peak learning rate of AdamW (with "muon", of all arrays except the hidden matrices).
         optimizer: "adamw", or "muon" (Jordan et al. 2024) for the hidden matrices with `muon_learning_rate`.
         muon_learning_rate: peak learning rate of Muon.
-        warmup: share of the steps over which the learning rate rises.
+        warmup: share of the steps over which the learning rate rises from 0; with 0, the first step has the peak.
         schedule: learning rate after the warm-up: "cosine" decays to a twentieth of the peak; "wsd" stays constant and decays
             linearly over the last `cooldown` (warm-up, stable, decay: MiniCPM, arXiv 2404.06395 §4), so that a run can stop
             before, and another run continue from its weights.
@@ -143,7 +143,7 @@ class StreamOptions:
 
 def rate(options: TextOptions, peak: float) -> optax.Schedule:
     """Returns the schedule of the learning rate with this peak."""
-    warmup = min(max(1, round(options.warmup * options.steps)), options.steps - 1)
+    warmup = min(max(1, round(options.warmup * options.steps)), options.steps - 1) if options.warmup else 0
     if options.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, options.steps, peak / 20)
     falling = round(options.cooldown * options.steps)
