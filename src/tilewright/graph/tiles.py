@@ -226,6 +226,14 @@ def fold_bucket(
     return step(jnp.int32(0), state) if tiles == 1 else jax.lax.fori_loop(0, tiles, step, state)
 
 
+def tile_sizes(rows: Rows, size: int) -> set[int]:
+    """Returns the numbers of slots of a tile of buckets."""
+    if isinstance(rows, CsrRows):
+        return set()
+    shapes = [bucket.sources.shape for bucket in rows.blocks]
+    return {min(count, max(1, size // max(width, 1))) * width for count, width in shapes}
+
+
 def first_slot(rows: BucketRows) -> list[Array]:
     """Returns row, source and edge of the caller's first edge, which padding repeats; zeros without edges."""
     listed = rows.slot_list
@@ -291,12 +299,6 @@ class Stage:
     end: Barrier | None
     size: int
     retrace: Callable[[int], "Stage"]
-
-    def evaluate(self, values: Sequence[Array], closed: Sequence[Array]) -> Array:
-        """Evaluates the stage for values of a tile of any size."""
-        size = values[0].shape[0]
-        program = self.jaxpr if size == self.size else self.retrace(size).jaxpr
-        return core.jaxpr_as_fun(core.ClosedJaxpr(program.jaxpr, list(closed)))(*values)[0]
 
     @property
     def key(self) -> Array:
@@ -445,11 +447,13 @@ def stage_results(
         The result as a slot list `[S, ...]` without `sums`, else these in float32 `[N, ...]`.
     """
     arrays, shape = jax.tree.flatten((forward, backward))
+    programs = {each: stage.retrace(each).jaxpr for each in tile_sizes(forward, size) | tile_sizes(backward, size)}
     places = [place for _, place in operands]
 
     def evaluate(gathered: Sequence[Array], closed: Sequence[Array]) -> tuple[Array, ...]:
         """Returns the result, or the values to sum."""
-        result = stage.evaluate(gathered, closed)
+        program = programs.get(gathered[0].shape[0], stage.jaxpr)
+        result = core.jaxpr_as_fun(core.ClosedJaxpr(program.jaxpr, list(closed)))(*gathered)[0]
         if not sums:
             return (result,)
         return tuple((result if kind == "sum" else result * result).astype(jnp.float32) for kind in sums)
