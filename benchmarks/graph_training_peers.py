@@ -43,6 +43,7 @@ WAYS = {
     "sampled": ("tilewright", "pyg 0 workers", "pyg 1 worker"),
     "sampling": ("tilewright 1 worker", "tilewright 2 workers", "pyg 0 workers", "pyg 1 worker", "pyg 2 workers"),
 }
+BEFORE = "tilewright before"
 Epoch = Callable[[], tuple[float, int]]
 """An epoch; returns the loss, and the number of sampled edges (0 for a whole graph)."""
 
@@ -255,7 +256,7 @@ def turn(model: str, way: str, graph: str, epochs: int, roots: int) -> None:
 
     Args:
         model: a key of `WAYS`.
-        way: a name of `WAYS`.
+        way: a name of `WAYS`, or `BEFORE`.
         graph: see the module.
         epochs: epochs to time, after two others (one for sampled neighbourhoods).
         roots: training nodes of an epoch of sampled neighbourhoods.
@@ -286,6 +287,7 @@ def compare(
     repetitions: int = 5,
     epochs: int = 3,
     roots: int = 20_480,
+    before: Path | None = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compares all ways in turns.
@@ -296,6 +298,7 @@ def compare(
         repetitions: processes of each way.
         epochs: epochs that a process times; their median counts.
         roots: training nodes of an epoch of sampled neighbourhoods.
+        before: another checkout of Tilewright, a further way for whole graphs.
     """
     console = human_console(json_file)
     record: dict[str, Any] = {"graph": graph, "chip": chip_name(), "cores": cores(), "ways": {}, "ratios": {}}
@@ -303,11 +306,16 @@ def compare(
         ways = [way for way in WAYS[model] if not needs_torch_sparse(model, way) or find_spec("torch_sparse")]
         for way in set(WAYS[model]) - set(ways):
             console.print(f"{model}, {way}: not measured, since torch-sparse is missing", markup=False)
+        if before is not None and model in ("sage", "gatv2"):
+            ways.append(BEFORE)
         results: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for n in range(repetitions):
             for way in ways if n % 2 == 0 else reversed(ways):
                 command = [sys.executable, __file__, "turn", model, way, graph, str(epochs), str(roots)]
-                done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+                environment = dict(os.environ)
+                if way == BEFORE:
+                    environment["PYTHONPATH"] = f"{before}/src"
+                done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
                 if done.returncode:
                     raise RuntimeError(f"{model}, {way} failed: {done.stderr[-2000:]}")
                 results[way].append(json.loads(done.stdout.splitlines()[-1]))

@@ -94,7 +94,7 @@ def propagate(
     """Computes messages of edges and reduces them over each node, in the caller's order of nodes and edges.
 
     Without `message` and `weight`, the features of the sources are reduced. These and weighted sums run on the kernels of
-    `aggregate`; messages are computed by XLA, and stored.
+    `aggregate`. XLA computes messages in tiles of edges, see `tiles`; they are stored for a maximum or minimum alone.
 
     Args:
         x: float32 or bfloat16 features of the sources `[M, ...]`, the first N of which are the nodes; or a pair of features of
@@ -106,7 +106,7 @@ def propagate(
             extremes share the gradient equally.
         weight: function from values at an edge to the factor `[S]` or `[S, H]` of its source's features, or an array of them in
             the caller's order of edges; with H heads, each scales its share of the features. A message that is a product of
-            this kind is faster this way, since no features of edges are stored.
+            this kind is faster this way, since a kernel sums it.
         values: further values by name: of nodes like `x`, or of edges `[E, ...]`; None for none.
 
     Returns:

@@ -6,6 +6,7 @@ Legend: N nodes, M sources, E edges, S slots of a slot list, H heads, D features
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32, Shaped
 
+from tilewright.graph import tiles
 from tilewright.graph.rows import CsrRows, Rows, Slots, dot_slots, take
 from tilewright.kernels import select
 from tilewright.kernels.select import Reduce
@@ -303,6 +305,43 @@ class SlotGraph:
         """Drops weights with probability `rate`, and scales the others; the dropped ones depend on the caller's order alone."""
         factors = dropout_factors(self.num_edges, weights.shape[1], rate, key)
         return weights if factors is None else weights * self.gather(factors.astype(weights.dtype), "edges")
+
+    def plan(self, function: Callable[..., Array], operands: Mapping[str, Any]) -> tiles.Plan | None:
+        """Divides a message function into stages for tiles; see `tiles.plan`."""
+        return tiles.plan(function, operands, self.num_slots) if isinstance(self.forward, tiles.LAYOUTS) else None
+
+    def last_stage(self, plan: tiles.Plan) -> tuple[tiles.Stage, list[tiles.Operand]]:
+        """Evaluates all stages of a plan but the last. Returns the last one and its values."""
+        operands = list(plan.operands)
+        for stage in plan.stages[:-1]:
+            values, end = self.stored_stage(plan, stage, operands), stage.end
+            assert end is not None, "only the last stage ends the function"
+            known = self.softmax(values) if end.rate is None else self.dropout(values, end.rate, stage.key)
+            operands.append(tiles.Operand(known, "slots"))
+        return plan.stages[-1], operands
+
+    def stored_stage(self, plan: tiles.Plan, stage: tiles.Stage, operands: list[tiles.Operand]) -> Float[Array, "S ..."]:
+        """Evaluates a stage for all slots."""
+        if (same := stage.same_as) is not None:
+            value, place = operands[same]
+            return value if place == "slots" else self.gather(value, place)
+        known = operands[: len(stage.used)]
+        return tiles.stage_results(self.forward, self.backward, stage, known, plan.size, ())
+
+    def planned(self, plan: tiles.Plan) -> Float[Array, "S ..."]:
+        """Evaluates a planned function for all slots."""
+        stage, operands = self.last_stage(plan)
+        return self.stored_stage(plan, stage, operands)
+
+    def planned_sums(self, plan: tiles.Plan, sums: tuple[tiles.Sums, ...]) -> dict[str, Float[Array, "N ..."]]:
+        """Sums the results of a planned function, or their squares, over each node's slots, without storing them."""
+        stage, operands = self.last_stage(plan)
+        found = tiles.stage_results(self.forward, self.backward, stage, operands, plan.size, sums)
+        return dict(zip(sums, found, strict=True))
+
+    def divided(self, summed: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
+        """Divides sums over the slots by the number of each node's edges; in float32."""
+        return divided(self.forward, summed.reshape(summed.shape[0], -1)).reshape(summed.shape)
 
     def to_edges(self, values: Shaped[Array, "S ..."]) -> Shaped[Array, "E ..."]:
         """Returns the values in the caller's order of edges; zeros for edges in padding."""

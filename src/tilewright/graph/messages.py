@@ -11,7 +11,7 @@ names what it needs by its parameters:
 | `index` | the edges grouped by destination, for `softmax` |
 
 All arrays of a function have one row per edge and, depending on the table's layout, rows of padding, which repeat an edge and
-have no effect. No gradient scatters.
+have no effect. No gradient scatters. Functions of many edges run in tiles, see `tiles`.
 
 Legend: N nodes, M sources, E edges, S rows of edges with padding, F features, H heads.
 """
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Shaped
 
+from tilewright.graph.tiles import Operand
 from tilewright.kernels import select
 from tilewright.kernels.select import Reduce
 
@@ -46,6 +47,14 @@ class Slots(Protocol):
 
     def gather(self, values: Array, end: Any) -> Array: ...
 
+    def plan(self, function: Function, operands: Mapping[str, Any]) -> Any: ...
+
+    def planned(self, plan: Any) -> Array: ...
+
+    def planned_sums(self, plan: Any, sums: Any) -> dict[str, Array]: ...
+
+    def divided(self, summed: Array) -> Array: ...
+
     def reduce(self, values: Array, reduce: Reduce) -> Array: ...
 
     def softmax(self, scores: Array) -> Array: ...
@@ -60,14 +69,17 @@ def softmax(src: Float[Array, "S *H"], index: Any) -> Float[Array, "S *H"]:
     return index.softmax(src)
 
 
-def arguments(function: Function, slots: Slots, values: Mapping[str, Any], sizes: tuple[int, int]) -> dict[str, Any]:
-    """Gathers the values that a function's parameters name.
+def operands(function: Function, slots: Slots, values: Mapping[str, Any], sizes: tuple[int, int]) -> dict[str, Any]:
+    """Returns the values that a function's parameters name.
 
     Args:
         function: the function.
         slots: the edges.
         values: values of nodes, one array or a pair for sources and destinations, and of edges; None for optional ones.
         sizes: numbers of sources and of destinations.
+
+    Returns:
+        By parameter, a `tiles.Operand`, None for an optional value, or "index".
 
     Raises:
         ValueError: a parameter names no value, a value is not used, or it has another number of rows.
@@ -79,7 +91,7 @@ def arguments(function: Function, slots: Slots, values: Mapping[str, Any], sizes
         used.add(base)
         value = values.get(base)
         if name == "index":
-            found[name] = slots
+            found[name] = "index"
         elif value is None:
             if base not in values and parameter.default is parameter.empty:
                 raise ValueError(f"expected the value {base!r} for the parameter {name!r} of a message, found {sorted(values)}")
@@ -92,15 +104,30 @@ def arguments(function: Function, slots: Slots, values: Mapping[str, Any], sizes
             rows = sizes[place if isinstance(value, tuple | list) else 0]
             if each.ndim == 0 or each.shape[0] != rows:
                 raise ValueError(f"expected {rows} rows of {base!r} for {name!r}, found shape {list(each.shape)}")
-            found[name] = slots.gather(each[: sizes[place]], "sources" if end == "j" else "rows")
+            found[name] = Operand(each[: sizes[place]], "sources" if end == "j" else "rows")
         else:
             if value.ndim == 0 or value.shape[0] != slots.num_edges:
                 shape = list(value.shape)
                 raise ValueError(f"expected {slots.num_edges} rows of {base!r} for {name!r}, found shape {shape}")
-            found[name] = slots.gather(value, "edges")
+            found[name] = Operand(value, "edges")
     if unused := sorted(name for name in values.keys() - used - {"x"} if values[name] is not None):
         raise ValueError(f"expected values that the message has a parameter for, found {', '.join(unused)}")
     return found
+
+
+def evaluated(function: Function, slots: Slots, given: Mapping[str, Any]) -> Array:
+    """Evaluates a function of the edges, whose parameters have these operands, for all slots."""
+    plan = slots.plan(function, given)
+    if plan is not None:
+        return slots.planned(plan)
+    return function(**{name: argument(slots, value) for name, value in given.items()})
+
+
+def argument(slots: Slots, value: Any) -> Any:
+    """Returns the argument for an operand: its values of all slots."""
+    if isinstance(value, Operand):
+        return slots.gather(value.value, value.place)
+    return slots if value == "index" else None
 
 
 def source(x_j: Array) -> Array:
@@ -133,6 +160,20 @@ def reduced(slots: Slots, messages: Float[Array, "S *F"], reduce: str) -> Float[
     return variance if reduce == "var" else deviation(variance)
 
 
+def planned_reductions(slots: Slots, plan: Any, names: Sequence[str]) -> list[Float[Array, "N ..."]]:
+    """Computes `reduced` for sums, means, variances and standard deviations of planned messages, which are not stored."""
+    dtype = plan.stages[-1].shape.dtype
+    squares = any(name in ("var", "std") for name in names)
+    sums = slots.planned_sums(plan, ("sum", "squares") if squares else ("sum",))
+    found: dict[str, Array] = {"sum": sums["sum"].astype(dtype)}
+    if any(name != "sum" for name in names):
+        found["mean"] = slots.divided(sums["sum"]).astype(dtype)
+    if squares:
+        found["var"] = slots.divided(sums["squares"]).astype(dtype) - found["mean"] * found["mean"]
+        found["std"] = deviation(found["var"])
+    return [found[name] for name in names]
+
+
 def deviation(variance: Float[Array, "N *F"]) -> Float[Array, "N *F"]:
     """Computes standard deviations; 0 for a variance of at most `LEAST_VARIANCE`."""
     fits = variance > LEAST_VARIANCE
@@ -163,7 +204,11 @@ def pass_messages(
     names = reductions(reduce)
     if weight is None:
         message = message or source
-        messages = message(**arguments(message, slots, given, sizes))
+        found = operands(message, slots, given, sizes)
+        if all(name in ("sum", "mean", "var", "std") for name in names) and (plan := slots.plan(message, found)) is not None:
+            each = planned_reductions(slots, plan, names)
+            return each[0] if len(each) == 1 else jnp.concatenate(each, axis=-1)
+        messages = evaluated(message, slots, found)
         if messages.ndim < 1 or messages.dtype not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f"expected messages in float32 or bfloat16, found {messages.dtype} {list(messages.shape)}")
         if messages.shape[0] != slots.num_slots:
@@ -175,7 +220,7 @@ def pass_messages(
     if not callable(weight):
         given["edge_weight"] = weight
         weight = given_weight
-    weights = weight(**arguments(weight, slots, given, sizes))
+    weights = evaluated(weight, slots, operands(weight, slots, given, sizes))
     features = x[0] if isinstance(x, tuple | list) else x
     if features.ndim < 2 or features.shape[0] != sizes[0]:
         raise ValueError(f"expected features of shape [{sizes[0]}, F] or [{sizes[0]}, H, D], found {list(features.shape)}")

@@ -10,7 +10,7 @@ The random numbers of a row depend on the seed, the layer and the row alone. The
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -183,6 +183,18 @@ class SampledSlots:
             return flat
         first = jax.lax.dynamic_index_in_dim(flat, jnp.argmax(filled.ravel()), 0)
         return jnp.where(filled.reshape(-1, *[1] * (values.ndim - 1)), flat, jax.lax.stop_gradient(first))
+
+    def plan(self, function: Function, operands: Mapping[str, Any]) -> None:
+        """Returns None: samples are small, and their messages are stored."""
+
+    def planned(self, plan: Any) -> Array:
+        raise AssertionError("samples have no plans")
+
+    def planned_sums(self, plan: Any, sums: Any) -> dict[str, Array]:
+        raise AssertionError("samples have no plans")
+
+    def divided(self, summed: Array) -> Array:
+        raise AssertionError("samples have no plans")
 
     def mean_of_edges(self, slots: Array) -> Array:
         """Computes the mean of the sampled edges' values at each destination; zeros without edges."""

@@ -53,6 +53,17 @@ def by_head(values: Array, heads: int) -> Float[Array, "_ H D"]:
     return values.reshape(values.shape[0], heads, values.shape[1] // heads)
 
 
+def sum_by_head(values: Float[Array, "S H D"]) -> Float[Array, "S H"]:
+    """Sums the features of each head, by a matrix product, since XLA reduces few numbers slowly on CPUs."""
+    slots, heads, size = values.shape
+    if heads == 1 and size == 1:
+        return values[:, :, 0]
+    ones = jnp.repeat(jnp.eye(heads, dtype=values.dtype), size, axis=0)
+    flat = values.reshape(slots, heads * size)
+    wide = jnp.dot(flat, ones, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return wide.astype(values.dtype)
+
+
 def glorot_linear(name: str, d_in: int, d_out: int) -> Linear:
     return Linear(glorot(f"{name}.weight", d_in, d_out), zeros(f"{name}.bias", d_out))
 
@@ -103,14 +114,15 @@ class GATv2Config(AttentionConfig):
         heads = layer.attention.shape[1]
         source = by_head(linear(ops, x, layer.source), heads)
         target = by_head(first_rows(ops, x, graph.num_nodes, layer.target.weight) + layer.target.bias, heads)
-        edge = None if edge_attr is None else by_head(product(ops, edge_attr, layer.edge), heads)
 
         def weight(x_j: Array, target_i: Array, edge: Array | None, index: Any) -> Float[Array, "S H"]:
-            inner = x_j + target_i if edge is None else x_j + target_i + edge
-            scores = (leaky_relu(inner, self.negative_slope) * layer.attention).sum(-1)
+            inner = x_j + target_i
+            if edge is not None:  # its layer is here, so that no array has its results for all edges
+                inner = inner + by_head(product(ops, edge, layer.edge), heads)
+            scores = sum_by_head(leaky_relu(inner, self.negative_slope) * layer.attention)
             return index.dropout(index.softmax(scores), self.dropout, key)
 
-        out = graph.propagate(source, weight=weight, target=(None, target), edge=edge)
+        out = graph.propagate(source, weight=weight, target=(None, target), edge=edge_attr)
         return (out.mean(1) if last else out.reshape(out.shape[0], -1)) + layer.bias
 
 
@@ -155,17 +167,20 @@ class GraphTransformerConfig(AttentionConfig):
         heads = self.output_heads if last else self.heads
         keys, values = (by_head(linear(ops, x, each), heads) for each in (layer.key, layer.value))
         query = by_head(first_rows(ops, x, graph.num_nodes, layer.query.weight) + layer.query.bias, heads)
-        edge = None if edge_attr is None else by_head(product(ops, edge_attr, layer.edge), heads)
 
-        def weight(k_j: Array, q_i: Array, edge: Array | None, index: Any) -> Float[Array, "S H"]:
-            scores = (q_i * (k_j if edge is None else k_j + edge)).sum(-1) / math.sqrt(k_j.shape[-1])
+        def weight(k_j: Array, q_i: Array, index: Any) -> Float[Array, "S H"]:
+            scores = sum_by_head(q_i * k_j) / math.sqrt(k_j.shape[-1])
             return index.dropout(index.softmax(scores), self.dropout, key)
 
         def message(x_j: Array, k_j: Array, q_i: Array, edge: Array, index: Any) -> Float[Array, "S H D"]:
-            return (x_j + edge) * weight(k_j, q_i, edge, index)[:, :, None]
+            wide = by_head(product(ops, edge, layer.edge), heads)  # here, so that no array has it for all edges
+            return (x_j + wide) * weight(k_j + wide, q_i, index)[:, :, None]
 
-        nodes = {"k": keys, "q": (None, query), "edge": edge}
-        out = graph.propagate(values, weight=weight, **nodes) if edge is None else graph.propagate(values, message, **nodes)
+        nodes = {"k": keys, "q": (None, query)}
+        if edge_attr is None:
+            out = graph.propagate(values, weight=weight, **nodes)
+        else:
+            out = graph.propagate(values, message, **nodes, edge=edge_attr)
         root = first_rows(ops, x, graph.num_nodes, layer.skip.weight) + layer.skip.bias
         return (out.mean(1) if last else out.reshape(out.shape[0], -1)) + root
 
@@ -202,8 +217,7 @@ class GINEConfig(GINConfig):
         assert edge_attr is not None
         if not isinstance(x, Array):
             raise ValueError("expected dense features of nodes, which GINE's messages add to those of edges, found sparse ones")
-        edge = linear(ops, edge_attr, layer.edge)
-        near = graph.propagate(x, lambda x_j, edge: jax.nn.relu(x_j + edge), edge=edge)
+        near = graph.propagate(x, lambda x_j, edge: jax.nn.relu(x_j + linear(ops, edge, layer.edge)), edge=edge_attr)
         itself = x[: graph.num_nodes]
         return linear(ops, near + (itself if layer.epsilon is None else itself * (1 + layer.epsilon)), layer.first)
 
