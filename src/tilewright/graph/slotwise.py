@@ -130,7 +130,7 @@ def broadcast(one: Any, other: Any, dim: Any) -> Dim:
 def reduce(equation: Any, dims: list[Any]) -> list[Dim]:
     axes = equation.params.get("axes", ())
     dim: Any = dims[0]
-    need(dim is not None and len(dims) == 1 and bool(axes) and dim not in axes)
+    need(len(dims) == 1 and bool(axes) and dim not in axes)
     return [dim - sum(axis < dim for axis in axes)] * len(equation.outvars)
 
 
@@ -174,7 +174,7 @@ def cut(equation: Any, dims: list[Any]) -> list[Dim]:
     parameters = equation.params
     shape = equation.invars[0].aval.shape
     dim: Any = dims[0]
-    need(dim is not None and all(each is None for each in dims[1:]))
+    need(all(each is None for each in dims[1:]))
     if "padding_config" in parameters:
         need(tuple(parameters["padding_config"][dim]) == (0, 0, 0))
     elif "slice_sizes" in parameters:
@@ -229,7 +229,7 @@ def concatenate(equation: Any, dims: list[Any]) -> list[Dim]:
 
 def stack(equation: Any, dims: list[Any]) -> list[Dim]:
     dim: Any = dims[0]
-    need(dim is not None and len(set(dims)) == 1)
+    need(len(set(dims)) == 1)
     return [dim + (equation.params["axis"] <= dim)]
 
 
