@@ -217,7 +217,7 @@ def test_the_registry_says_why_no_kernel_runs():
     assert (fused.runs, fused.refused) == ("Pallas", ())
     stored = select.message_kernel(True, False, "max", "tpu")
     assert stored.runs == "XLA"
-    assert dict(stored.refused)["Pallas"] == "a function computes the messages, which are stored"
+    assert dict(stored.refused)["Pallas"] == "a function computes the messages"
     assert "none computes std" in dict(select.message_kernel(False, True, "std", "tpu").refused)["Pallas"]
     assert select.message_kernel(False, False, "std", "tpu") == fused
     assert "summed only" in dict(select.message_kernel(False, True, "max", "tpu").refused)["Pallas"]

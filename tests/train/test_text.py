@@ -40,4 +40,4 @@ def test_the_first_step_has_the_peak_rate_without_a_warm_up(schedule: str):
     chosen = options(schedule=schedule, steps=20, warmup=0.0, cooldown=0.5)
     assert rate(chosen, 0.25)(0) == 0.25
     warmed = rate(replace(chosen, warmup=0.2), 0.25)
-    assert [float(warmed(step)) for step in range(5)] == [0.0, 0.0625, 0.125, 0.1875, 0.25]
+    np.testing.assert_array_equal(np.array([warmed(step) for step in range(5)]), [0.0, 0.0625, 0.125, 0.1875, 0.25])

@@ -22,7 +22,7 @@ def refuses_message_reduce(function: bool, weighted: bool, reduce: str) -> str:
         reduce: the reduction.
     """
     if function:
-        return "a function computes the messages, which are stored"
+        return "a function computes the messages"
     if reduce in ("var", "std") and not weighted:  # from the means of the features and of their squares
         return ""
     if reduce not in get_args(Reduce):
