@@ -128,6 +128,15 @@ def test_tiles_without_any_edge(monkeypatch: pytest.MonkeyPatch):
     assert not grad.any()
 
 
+@pytest.mark.parametrize("chunk", [rows.CHUNK, 5 * WIDTH])
+def test_messages_of_whole_numbers_are_refused_for_any_number_of_edges(monkeypatch: pytest.MonkeyPatch, chunk: int):
+    table = NeighborTable.from_edges(edges_with_a_hub(3), NODES, layout="csr", limit=4)
+    monkeypatch.setattr(rows, "CHUNK", chunk)
+    (x,) = drawn(6, (NODES, WIDTH))
+    with pytest.raises(ValueError, match="expected messages in float32 or bfloat16, found int32"):
+        table.propagate(jnp.asarray(x), lambda x_j: (x_j > 0).astype(jnp.int32), "sum")
+
+
 def test_functions_that_are_not_tiled():
     """Functions that treat edges jointly, draw random numbers, or use the edges otherwise keep all edges in one call."""
     (x,) = drawn(6, (NODES, WIDTH))

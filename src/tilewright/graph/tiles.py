@@ -391,8 +391,9 @@ def plan(function: Callable[..., Array], operands: Mapping[str, Any], slots: int
     try:
         while not stages or stages[-1].end is not None:
             stages.append(trace_stage(function, operands, [stage.shape for stage in stages], size))
-            if not slotwise(stages[-1].jaxpr, stages[-1].retrace(size + 1).jaxpr):
-                return None
+            last = stages[-1]
+            if not slotwise(last.jaxpr, last.retrace(size + 1).jaxpr) or last.shape.dtype not in (jnp.float32, jnp.bfloat16):
+                return None  # the function without tiles reports other dtypes
     except (Untiled, TypeError, ValueError, IndexError):  # the function without tiles reports its mistakes
         return None
     return Plan(tuple(stages), tuple(arrays), size)
